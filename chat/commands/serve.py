@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from hybridmem import pages_ahead
 from hybridmem.chat.commands.fleet_options import FLEET, is_fleet, run_fleet
 from hybridmem.chat.commands.option_table import Chosen, command_of
 from hybridmem.chat.commands.serve_options import SERVE
@@ -100,6 +101,7 @@ def run_server(chosen: Chosen) -> None:
 
 
 def _run(chosen: Chosen) -> None:
+    pages_ahead.begin(chosen["model"], chosen["device"])
     with one_line_errors(f"loading {chosen['model']} …"):
         run_server(chosen)
 

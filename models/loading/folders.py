@@ -10,6 +10,7 @@ from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.architectures import ARCHITECTURES, REFUSED, ModelClass
 from hybridmem.models.loading.compiler import light_configs
 from hybridmem.models.loading.gguf import GgufFile, find_gguf, is_gguf, read_gguf_config
+from hybridmem.models.loading.model_list import import_models
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
         raise FormatError(f"{path} is no JSON object that names an architecture: {error}") from error
     if architectures[0] not in ARCHITECTURES:
         raise unsupported(architectures[0])
+    import_models()
     from transformers import AutoConfig
 
     # This comes first, because the class's module may register a config class.

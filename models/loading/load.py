@@ -26,6 +26,7 @@ from hybridmem.models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, rea
 from hybridmem.models.loading.quantised_checkpoints import find_coding
 from hybridmem.models.loading.reproducible import check_reproducible, reproducible_rows
 from hybridmem.models.products.choice import Kind, compile_ahead, noting_kinds
+from hybridmem.models.products.huge_pages import taken_ahead
 from hybridmem.models.vision.pictures import Pictures
 from hybridmem.models.weights.checkpoint import (
     Checkpoint,
@@ -145,6 +146,7 @@ class OpenedModel:
                 weights_in(weights, self.device),
                 reproducible_rows(reproducible, self.device),
                 noting_kinds(kinds),
+                taken_ahead(),
             ):
                 model = build(self.model_class, self.config, checkpoint)
         checkpoint.warn_of_surprises()

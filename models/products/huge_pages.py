@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hybridmem import pages_ahead
 from hybridmem.memory.blocks import reserve
 
 _PAGE_BYTES = 2 << 20
@@ -31,6 +34,8 @@ _LINE_BYTES = 64
 _lock = threading.Lock()
 _last: tuple[ref[np.ndarray] | None, int] = None, 0
 """The mapping from which the last weight was taken, if it still exists, and its first free byte."""
+_ends: dict[int, int] = {}
+"""Maps the id of a mapping that `taken_ahead` holds to the byte behind its last weight."""
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -43,6 +48,24 @@ def empty(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(own).view(dtype).view(shape)
 
 
+@contextmanager
+def taken_ahead() -> Iterator[None]:
+    """Inside the block, put weights into the memory that `pages_ahead` takes from the system, as far as it reaches."""
+    global _last
+    if (ahead := pages_ahead.take()) is None:
+        yield
+        return
+    mapped = np.frombuffer(ahead.pages, np.uint8)
+    with _lock:
+        _last = ref(mapped), -mapped.ctypes.data % _PAGE_BYTES
+    _ends[id(mapped)] = 0
+    try:
+        yield
+    finally:
+        with _lock:
+            ahead.end(_ends.pop(id(mapped)))
+
+
 def _take(n_bytes: int) -> np.ndarray:
     """Return so many unused bytes of a mapping."""
     global _last
@@ -52,5 +75,7 @@ def _take(n_bytes: int) -> np.ndarray:
         mapped = reserve(mapped_bytes, torch.device("cpu")).numpy()
         first = -mapped.ctypes.data % _PAGE_BYTES
     _last = ref(mapped), first + -(-n_bytes // _LINE_BYTES) * _LINE_BYTES
+    if id(mapped) in _ends:
+        _ends[id(mapped)] = first + n_bytes
     own: np.ndarray = mapped[first : first + n_bytes]
     return own

@@ -245,9 +245,13 @@ class CodedTensor(Tensor):
 
     def take_at(self, indices: Tensor) -> Tensor:
         """Return the numbers at these places of the tensor, counted through all its rows."""
-        rows, places = torch.unique(indices // self.shape[-1], return_inverse=True)
-        own = self.like([part[rows] for part in self.rows()]).dense()
-        return own[places, indices % self.shape[-1]]
+        n_in, parts = self.shape[-1], self.rows()
+        # Blocks that hold their own scales are decoded alone, because a row may have fifty of them.
+        width = self.form.n_block if self.form.floats else n_in
+        pieces, which = torch.unique(indices // width, return_inverse=True)
+        at = pieces // (n_in // width), pieces % (n_in // width)
+        own = [part.view(len(part), n_in // width, -1)[at] for part in parts]
+        return CodedTensor(self.form, own, width, self.dtype).dense()[which, indices % width]
 
     def like(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> CodedTensor:
         """Return a tensor with other rows in the same form."""

@@ -24,6 +24,7 @@ from hybridmem.models.loading.gguf.fields import (
     ssd_fields,
 )
 from hybridmem.models.loading.gguf.file import GgufFile
+from hybridmem.models.loading.model_list import import_models
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def read_gguf_config(file: GgufFile) -> PreTrainedConfig:
         UnsupportedModelError: the architecture, or an option of it, is not implemented.
         FormatError: the metadata lacks something, or contradicts itself.
     """
+    import_models()
     from transformers import AutoConfig
 
     if file.architecture not in _ARCHITECTURES:
