@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.blocks.staging import object_to_replays, place
-from hybridmem.memory.kernels.cpu.eight_bit_states import SHORT, decode, encode, multiply_keys, read_states
+from hybridmem.memory.kernels.cpu.eight_bit_rows import decode, encode
+from hybridmem.memory.kernels.cpu.eight_bit_states import SHORT, multiply_keys, read_states
 from hybridmem.memory.kernels.cpu.rows import as_array
 from hybridmem.memory.kernels.cpu.tail_states import arrays_of
 from hybridmem.memory.kernels.cpu.threads import use_threads
