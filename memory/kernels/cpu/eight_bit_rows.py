@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import prange, types
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.numbers import element_at, untyped_intrinsic
-from hybridmem.memory.kernels.cpu.rows import copy_
+from hybridmem.memory.kernels.cpu.rows import as_array, copy_
 from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, inlined, subroutine
 from hybridmem.memory.kernels.cpu.vectors import (
     LANES,
@@ -21,13 +22,29 @@ from hybridmem.memory.kernels.cpu.vectors import (
     store,
     store_8_bits,
 )
-from hybridmem.memory.kernels.eight_bits import MIX_ELEMENT, MIX_FIRST, MIX_POSITION, MIX_ROW, MIX_SECOND, SCALE_BYTES
+from hybridmem.memory.kernels.eight_bits import (
+    LARGEST,
+    MIX_ELEMENT,
+    MIX_FIRST,
+    MIX_POSITION,
+    MIX_ROW,
+    MIX_SECOND,
+    SCALE_BYTES,
+)
+from hybridmem.memory.kernels.signature import StateSlots
+
+LARGEST_CODES = {np.dtype(np.int8): np.float32(LARGEST[torch.int8]), np.dtype(np.uint8): np.float32(448.0)}
+"""The largest code, by the dtype of the array of codes: float8 is held in arrays of uint8."""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _ELEMENT, _ROW, _POSITION, _FIRST, _SECOND = (
     np.uint32(x) for x in (MIX_ELEMENT, MIX_ROW, MIX_POSITION, MIX_FIRST, MIX_SECOND)
 )
 _15, _16 = np.uint32(15), np.uint32(16)
+
+
+def has_8_bits(state: StateSlots) -> bool:
+    return as_array(state.flat).dtype in LARGEST_CODES
 
 
 @untyped_intrinsic

@@ -50,6 +50,11 @@ _MANY = 16
 _AHEAD = 2048
 """How many bytes ahead of the read position cache lines of a state are prefetched from main memory."""
 
+_LEAST_LOG = np.float32(-69.0)
+"""Decays below 2**-99 count as 0. Times a value they would be numbers below 2**-126, for which processors take a
+hundred times as long, and beside a row's rounding they are nothing.
+"""
+
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
@@ -223,8 +228,10 @@ def _read_heads(
 
 @subroutine(ELEMENTWISE)
 def _exp(x, out):
+    """Compute e**x, or 0 for a decay that no row of a state would show. NaN stays NaN."""
     for e in range(len(out)):
-        out[e] = exp_f32(x[e])
+        decay = exp_f32(x[e])
+        out[e] = _ZERO if x[e] < _LEAST_LOG else decay
 
 
 @subroutine()
