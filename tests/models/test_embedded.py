@@ -98,7 +98,7 @@ def test_it_copies_words_that_training_never_showed(model: LanguageModel, tokeni
 
 
 def test_states_of_8_bits_lose_no_answer(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """States are rounded every eight tokens, as in decode. TESTS=long takes 200 dialogues."""
+    """Prompts are fed 16 tokens a step, and each step rounds states once. TESTS=long takes 200 dialogues."""
     rng = random.Random(2024)
     more = [make_dialogue(rng, rng.choice((6, 12, 20)), held_out=True, talk=0.4) for _ in range(pick(20, 200))]
     encoded = [encode(tokenizer, turns) for turns in more]
