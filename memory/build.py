@@ -249,10 +249,11 @@ Every fold rounds the states, and the more often it does, the further outputs dr
 """
 
 
-def check_8_bits(spec: MemorySpec, fold: Fold, rules: TailRules) -> None:
+def check_8_bits(spec: MemorySpec, device: torch.device, fold: Fold, rules: TailRules) -> None:
     """Raise SpecError unless a memory with states of 8 bits writes them only at fold points, and has kernels for them.
 
-    The fold mode and its rules are those of the memory.
+    The fold mode and its rules are those of the memory. `device` is where its model is: a dry run is refused what the
+    memory would be refused there.
     """
     if not has_8_bits(spec):
         return
@@ -264,8 +265,10 @@ def check_8_bits(spec: MemorySpec, fold: Fold, rules: TailRules) -> None:
             f"rollback_window={rules.rollback_window} rounds {of} every {rules.fold_tokens} tokens; give "
             f"{2 * LEAST_FOLD_TOKENS} or more, or state_dtype='bfloat16'"
         )
-    if chosen_kernels(spec.device, spec.dtype)["matrix_scan"] == "cuda":
-        raise SpecError(f"{of} are not for the kernels of CUDA, which run on {spec.device}; give 'bfloat16'")
+    is_dry = spec.device.type == "meta"
+    if device.type == "cuda" if is_dry else chosen_kernels(spec.device, spec.dtype)["matrix_scan"] == "cuda":
+        where = device if is_dry else spec.device
+        raise SpecError(f"{of} are not for the kernels of CUDA, which run on {where}; give 'bfloat16'")
 
 
 def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype) -> int:
@@ -371,6 +374,13 @@ _WITH_KERNELS = frozenset(
 _OF_FAMILY = {"mamba1": "selective_scan", "mlstm": "stabilise", "rg_lru": "linear_scan", "rwkv4": "wkv4", "ssd": "ssd"}
 """Kernels that recurrences of a family have for themselves."""
 
+IN_8_BITS = {
+    (dtype, n_axes): f"{name}_{of}"
+    for dtype, name in ((torch.int8, "int8"), (torch.float8_e4m3fn, "float8"))
+    for n_axes, of in ((2, "channels"), (3, "states"))
+}
+"""Names of the kernels for states of 8 bits, by their dtypes and their numbers of axes."""
+
 
 def compiled_ahead(spec: MemorySpec) -> set[str]:
     """Return the names of the kernels that steps of this spec call, as in `memory.kernels.cpu.warm_up.NAMES`.
@@ -380,6 +390,10 @@ def compiled_ahead(spec: MemorySpec) -> set[str]:
     names = {"rows", "rms_norm"}
     for memory in (memory for layer in spec.layers for memory in layer):
         if isinstance(memory, RecurrentSpec):
+            in_8_bits = {IN_8_BITS[s.dtype, len(s.shape)] for s in memory.states if s.dtype in LARGEST}
+            if in_8_bits:  # These run behind tails, where other kernels take part.
+                names |= {*in_8_bits, "softplus"}
+                continue
             if memory.family in _OF_FAMILY:
                 names.add(_OF_FAMILY[memory.family])
             if any(state.name == "conv" for state in memory.states):

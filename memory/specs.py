@@ -190,7 +190,7 @@ class StateTensor:
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """Return the shape in a block, in elements of `dtype`. With 8 bits, each row of a matrix ends with a scale."""
+        """Return the shape in a block, in elements of `dtype`. With 8 bits, each row or channel ends with a scale."""
         return stored_shape(self.shape, self.dtype)
 
 
@@ -232,8 +232,8 @@ class RecurrentSpec:
 
     @property
     def fits_8_bits(self) -> bool:
-        """True if all states but windows of rows are matrices, which 8-bit codes with a scale for each row suit."""
-        return all(len(s.shape) == 3 and s.ring if s.dtype is not None else s.ring == () for s in self.states)
+        """True if all states but windows of rows have rows, or channels, of several numbers that can share a scale."""
+        return all(len(s.shape) in (2, 3) and s.ring if s.dtype is not None else s.ring == () for s in self.states)
 
     def has_rows(self, *, deferred: bool) -> bool:
         """True if a tail holds the raw rows. With `deferred`, only states with an empty ring need raw rows."""
@@ -396,7 +396,8 @@ class MemorySpec:
     def with_state_dtype(self, dtype: str | torch.dtype | None) -> MemorySpec:
         """Return the same spec, with this dtype in all state tensors that have a dtype of their own.
 
-        None changes nothing. "int8" and "fp8" are for matrix states alone, so SpecError names other families.
+        None changes nothing. "int8" and "fp8" are for matrices and for channels of several numbers, so SpecError names
+        other families.
         """
         if dtype is None:
             return self
@@ -406,8 +407,8 @@ class MemorySpec:
             recurrent = [m for _, m in self.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
             if unable := ", ".join(sorted({m.family for m in recurrent if not m.fits_8_bits})):
                 raise SpecError(
-                    f"state_dtype={dtype!r} is not for {unable}: 8 bits are for matrix states that a step need not "
-                    "write, without a stabiliser; choose 'bfloat16'"
+                    f"state_dtype={dtype!r} is not for {unable}: 8 bits are for matrices, or several numbers a "
+                    "channel, that a step need not write, without a stabiliser; choose 'bfloat16'"
                 )
         else:
             wanted = read_dtype("state_dtype", dtype, "None for the model's own, 'int8', 'fp8', ")

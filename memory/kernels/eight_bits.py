@@ -1,7 +1,8 @@
-"""Stores matrix states in 8 bits per number, with a scale for each row of a head, and reads them: in plain torch.
+"""Stores states in 8 bits per number, with a scale for each row of a head or for each channel: in plain torch.
 
 A row of N numbers takes N + 4 bytes: a code for each number, and a float32 by which all codes are multiplied. Codes are
-int8, or float8 e4m3.
+int8, or float8 e4m3. A row is one of a matrix. Of states (N, E), which have N numbers for each channel, a row is
+a channel, since channels differ in size more than the numbers of one do.
 
 Each time that rows fold, a state is rounded again, and a state that decays slowly holds the sum of thousands of such
 errors. To the nearest code, errors of one element have the same sign again and again: what a fold adds is lost whenever
@@ -35,7 +36,10 @@ _32_BITS = 0xFFFFFFFF
 
 def stored_shape(shape: tuple[int, ...], dtype: torch.dtype | None) -> tuple[int, ...]:
     """Return the shape of a state tensor in a block, in elements of its dtype: with 8 bits, rows end with a scale."""
-    return (*shape[:-1], shape[-1] + SCALE_BYTES) if dtype in LARGEST else shape
+    if dtype not in LARGEST:
+        return shape
+    rows = shape[::-1] if len(shape) == 2 else shape
+    return (*rows[:-1], rows[-1] + SCALE_BYTES)
 
 
 def read_states(flat: Tensor, offsets_S: Tensor, shape: tuple[int, ...], initial: float) -> Tensor:
@@ -43,15 +47,15 @@ def read_states(flat: Tensor, offsets_S: Tensor, shape: tuple[int, ...], initial
     stored = stored_shape(shape, flat.dtype)
     at = offsets_S.clamp(min=0)[:, None] + torch.arange(math.prod(stored), device=flat.device)
     rows = flat.view(torch.uint8)[at].view(len(offsets_S), *stored)
-    codes, scales = rows.split_with_sizes([shape[-1], SCALE_BYTES], -1)
+    codes, scales = rows.split_with_sizes([stored[-1] - SCALE_BYTES, SCALE_BYTES], -1)
     states = codes.contiguous().view(flat.dtype).float() * scales.contiguous().view(torch.float32)
     states[offsets_S < 0] = initial
-    return states
+    return states.transpose(1, 2).contiguous() if len(shape) == 2 else states
 
 
 def write_state_(flat: Tensor, offset: Tensor, state: Tensor, position: int) -> None:
-    """Write one state (..., N) in 8 bits, from a byte offset on. `position` is how many tokens it has seen."""
-    rows = encode(state.float(), flat.dtype, position)
+    """Write one state in 8 bits, from a byte offset on. `position` is how many tokens it has seen."""
+    rows = encode((state.T.contiguous() if state.dim() == 2 else state).float(), flat.dtype, position)
     flat.view(torch.uint8)[offset + torch.arange(rows.numel(), device=flat.device)] = rows.flatten()
 
 

@@ -304,7 +304,7 @@ def selective_scan(
     checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOATS)
     y_TE = torch.empty_like(x_TE, dtype=torch.float32)
     rings = [x.shape[1:] for x in (x_TE, dt_TE, b_TN)]
-    for i, h_NE in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
+    for i, h_NE in enumerate(_read_states(state)):
         start, end = state.cu_rows.host[i : i + 2].tolist()
         own = [x[start:end] for x in (x_TE, dt_TE, b_TN)]
         past = [] if state.tail is None else tail_rows(state.tail, i, rings)
@@ -312,13 +312,13 @@ def selective_scan(
         first, body_at = end - len(tokens[0]), _body_at(state, i)
         for t, x_E, dt_E, b_N in zip(range(first, end), *(x.float() for x in tokens), strict=True):
             if t == first + body_at:
-                write_rows_(state.flat, state.targets[i : i + 1], h_NE.reshape(1, -1))
+                _write_state_(state, i, h_NE)
             dt_E = F.softplus(dt_E + dt_bias_E.float())
             h_NE = torch.exp(dt_E * a_NE) * h_NE + (dt_E * x_E) * b_N[:, None]
             if t >= start:
                 y_TE[t] = (h_NE * c_TN[t, :, None].float()).sum(0) + d_E * x_E
         if end == first + body_at:
-            write_rows_(state.flat, state.targets[i : i + 1], h_NE.reshape(1, -1))
+            _write_state_(state, i, h_NE)
         _write_tail_(state, i, own)
     return y_TE
 
@@ -333,13 +333,13 @@ def matrix_scan(
     if erase is not None and erase.b is not None:
         rings += [erase.b.shape[1:], v_THV.shape[1:]]
     q_THN = _to_heads(q_TGN, n_heads)
-    for i, s_HVN in enumerate(_read_matrices(state)):
+    for i, s_HVN in enumerate(_read_states(state)):
         start, end = state.cu_rows.host[i : i + 2].tolist()
         updates = [] if tail is None else list(zip(*tail_rows(tail, i, rings), strict=True))
         first, body_at = start - len(updates), _body_at(state, i)
         for t in range(first, end):
             if t == first + body_at:
-                _write_matrix_(state, i, s_HVN)
+                _write_state_(state, i, s_HVN)
             if t >= start:
                 update = _update(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
                 if tail is not None:  # The ring holds the update in its own dtype, so add it as rounded.
@@ -349,23 +349,23 @@ def matrix_scan(
             if t >= start:
                 y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
         if end == first + body_at:
-            _write_matrix_(state, i, s_HVN)
+            _write_state_(state, i, s_HVN)
         _write_tail_(state, i, [torch.stack(x) for x in zip(*updates[start - first :], strict=True)])
     return y_THV if skip_H is None else y_THV + skip_H[:, None] * v_THV.float()
 
 
-def _read_matrices(state: StateSlots) -> Tensor:
+def _read_states(state: StateSlots) -> Tensor:
     read = read_states if state.flat.dtype in LARGEST else read_rows
     return read(state.flat, state.sources, state.shape, state.initial).float()
 
 
-def _write_matrix_(state: StateSlots, run: int, s_HVN: Tensor) -> None:
+def _write_state_(state: StateSlots, run: int, own: Tensor) -> None:
     """Write the state of a segment at its body's new position."""
     if state.flat.dtype in LARGEST:
         assert state.tail is not None, "states of 8 bits come before tails"
-        write_state_(state.flat, state.targets[run], s_HVN, int(state.tail.firsts[run] + state.tail.folds[run]))
+        write_state_(state.flat, state.targets[run], own, int(state.tail.firsts[run] + state.tail.folds[run]))
     else:
-        write_rows_(state.flat, state.targets[run : run + 1], s_HVN.reshape(1, -1))
+        write_rows_(state.flat, state.targets[run : run + 1], own.reshape(1, -1))
 
 
 def _update(

@@ -13,6 +13,7 @@ from hybridmem.chat.simulation.dialogues import Turn, make_dialogue, messages
 from hybridmem.memory import HybridMemory, RecurrentSpec, Step
 from hybridmem.memory.state.access import States
 from hybridmem.models import EMBEDDED, LanguageModel, load_model
+from tests.extent import pick
 from tests.tolerances import assert_logits_close
 from training.evaluate import ASKED, SITUATIONS, make_held_out_dialogue
 from training.words import Words
@@ -94,6 +95,25 @@ def test_it_copies_words_that_training_never_showed(model: LanguageModel, tokeni
     situations = [SITUATIONS[name] for name in ("1 fact", "3 facts", "changed once") for _ in range(16)]
     dialogues = [make_held_out_dialogue(rng, words, row, situation) for situation in situations]
     assert share_right(model, tokenizer, dialogues) >= LEAST_COPIED
+
+
+def test_states_of_8_bits_lose_no_answer(model: LanguageModel, tokenizer: Tokenizer) -> None:
+    """Prompts are fed 16 tokens a step, and each step rounds states once. TESTS=long takes 200 dialogues."""
+    rng = random.Random(2024)
+    more = [make_dialogue(rng, rng.choice((6, 12, 20)), held_out=True, talk=0.4) for _ in range(pick(20, 200))]
+    encoded = [encode(tokenizer, turns) for turns in more]
+    memory = HybridMemory(model.memory_spec, "1GiB", rollback_window=16, state_dtype="int8")
+    sequences = [memory.open() for _ in encoded]
+    for at in range(0, max(len(prompt) for prompt, _ in encoded), 16):
+        parts = {s: p[at : min(at + 16, len(p) - 1)] for s, (p, _) in zip(sequences, encoded, strict=True)}
+        if any(parts.values()):
+            with memory.step({s: part for s, part in parts.items() if part}) as step:
+                model(step)
+    asked = {s: [prompt[-1], *reply[:-1]] for s, (prompt, reply) in zip(sequences, encoded, strict=True)}
+    with memory.step(asked, outputs="all") as step:
+        rows = step.split(model(step))
+    right = [r.argmax(-1).tolist() == reply for r, (_, reply) in zip(rows, encoded, strict=True)]
+    assert sum(right) / len(right) >= 0.98
 
 
 @pytest.mark.parametrize("kind", ["recurrence", "attention"])

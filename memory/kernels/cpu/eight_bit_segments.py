@@ -13,25 +13,18 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.blocks.staging import object_to_replays, place
-from hybridmem.memory.kernels.cpu.eight_bit_states import SHORT, decode, encode, multiply_keys, read_states
+from hybridmem.memory.kernels.cpu.eight_bit_rows import LARGEST_CODES, decode, encode
+from hybridmem.memory.kernels.cpu.eight_bit_states import SHORT, multiply_keys, read_states
 from hybridmem.memory.kernels.cpu.rows import as_array
 from hybridmem.memory.kernels.cpu.tail_states import arrays_of
 from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.cpu.vectors import LANES
-from hybridmem.memory.kernels.eight_bits import LARGEST
 from hybridmem.memory.kernels.signature import Erase, Prepared, StateSlots
-
-_LARGEST = {np.dtype(np.int8): np.float32(LARGEST[torch.int8]), np.dtype(np.uint8): np.float32(448.0)}
-"""The largest code, by the dtype of the array of codes: float8 is held in arrays of uint8."""
 
 _NO_ROWS, _NO_FACTORS, _NO_SKIP = (np.zeros((0,) * n, np.float32) for n in (3, 2, 1))
 
 Scan = Callable[..., None]
 """The function that runs over float32 states behind a tail: `matrix_states._scan_behind_tail`."""
-
-
-def has_8_bits(state: StateSlots) -> bool:
-    return as_array(state.flat).dtype in _LARGEST
 
 
 def scan_8_bits(
@@ -87,7 +80,7 @@ def _read(
     use_threads(v_THV.size * n_columns)
     read_states(
         q_TGN, v_THV, log_decay_TH, a_TGN, after_decay, strength_TH, skip_H, cu_rows, codes, sources,
-        targets, _LARGEST[codes.dtype], keys, products, rings, old, new, tail.ring_rows, spans, y_THV,
+        targets, LARGEST_CODES[codes.dtype], keys, products, rings, old, new, tail.ring_rows, spans, y_THV,
     )  # fmt: skip
 
 
@@ -115,4 +108,4 @@ def _encode(decoded: StateSlots, state: StateSlots, run: int) -> None:
     if target >= 0 and tail is not None:
         use_threads(math.prod(state.shape))
         body = decoded.flat[math.prod(state.shape) :].reshape(-1, state.shape[-1])
-        encode(body, _LARGEST[codes.dtype], int(tail.firsts[0] + tail.folds[0]), codes, target)
+        encode(body, LARGEST_CODES[codes.dtype], int(tail.firsts[0] + tail.folds[0]), codes, target)

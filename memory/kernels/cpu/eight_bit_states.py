@@ -1,10 +1,13 @@
-"""Reads and writes matrix states of 8 bits on the CPU (see `memory.kernels.eight_bits`).
+"""Reads matrix states of 8 bits on the CPU, and makes new ones (see `memory.kernels.eight_bits`).
 
 A decode step does not run over the tail again. With one decay for each head, a state is the decayed body plus a sum
 over the tokens behind it: S_p = A_p S_0 + sum of A_pj u_j k_j^T, where A_pj is the product of the decays between j and
 p. So S_p q is the body read once, in 8 bits, and a sum of written values u_j with the weights A_pj (k_j . q). The
 products of keys and queries are those of a group of heads, so they are computed once for each group. A new body is made
 from the old one and the tokens that fold alone.
+
+A token's written values of all heads are next to each other in the tail. So a task reads the bodies of its heads first,
+and then one token after the other, for all of these heads: then memory is read in order.
 
 Long segments, and states with a decay for each column, are decoded to float32 and go through `scan_matrices`.
 `eight_bit_segments` decides.
@@ -13,15 +16,15 @@ Long segments, and states with a decay for each column, are decoded to float32 a
 from __future__ import annotations
 
 import numpy as np
-from llvmlite import ir
 from numba import prange, types
 from numba.core import cgutils
 
 from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.numbers import element_at, get, put, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.eight_bit_rows import encode_row, scale_at
+from hybridmem.memory.kernels.cpu.numbers import get, put, untyped_intrinsic
 from hybridmem.memory.kernels.cpu.rows import copy_, fill_
-from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, inlined, subroutine
-from hybridmem.memory.kernels.cpu.vector_math import exp_f32, float_from_bits, prefetch
+from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
+from hybridmem.memory.kernels.cpu.vector_math import exp_f32, prefetch
 from hybridmem.memory.kernels.cpu.vectors import (
     LANES,
     load,
@@ -33,7 +36,7 @@ from hybridmem.memory.kernels.cpu.vectors import (
     store_totals,
     total,
 )
-from hybridmem.memory.kernels.eight_bits import MIX_ELEMENT, MIX_FIRST, MIX_POSITION, MIX_ROW, MIX_SECOND, SCALE_BYTES
+from hybridmem.memory.kernels.eight_bits import SCALE_BYTES
 
 SHORT = 16
 """Segments of up to so many tokens read the body as it is."""
@@ -47,45 +50,12 @@ _MANY = 16
 _AHEAD = 2048
 """How many bytes ahead of the read position cache lines of a state are prefetched from main memory."""
 
+_LEAST_LOG = np.float32(-69.0)
+"""Decays below 2**-99 count as 0. Times a value they would be numbers below 2**-126, for which processors take a
+hundred times as long, and beside a row's rounding they are nothing.
+"""
+
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_LARGEST_INT8 = np.float32(127.0)
-_SMALL_FLOAT8, _SMALL_STEPS, _UNIT = np.float32(2.0**-6), np.float32(512.0), np.float32(2.0**-24)
-_ELEMENT, _ROW, _POSITION, _FIRST, _SECOND = (
-    np.uint32(x) for x in (MIX_ELEMENT, MIX_ROW, MIX_POSITION, MIX_FIRST, MIX_SECOND)
-)
-_8, _12, _15, _16, _20, _24 = (np.uint32(x) for x in (8, 12, 15, 16, 20, 24))
-_BIAS, _MOST, _SIGN, _SIZE = np.int32(120 << 3), np.int32(126), np.uint32(0x80), np.uint32(0x7FFFFFFF)
-
-
-@untyped_intrinsic
-def _scale(typing_context, codes, at):
-    """Return the float32 in bytes [at, at + 4) of a contiguous array."""
-
-    def codegen(context, builder, signature, arguments):
-        pointer = element_at(context, builder, codes, *arguments)
-        return builder.load(builder.bitcast(pointer, ir.FloatType().as_pointer()), align=1)
-
-    return types.float32(codes, at), codegen
-
-
-@untyped_intrinsic
-def _put_scale(typing_context, codes, at, x):
-    def codegen(context, builder, signature, arguments):
-        pointer = element_at(context, builder, codes, *arguments[:2])
-        builder.store(arguments[2], builder.bitcast(pointer, ir.FloatType().as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(codes, at, types.float32), codegen
-
-
-@untyped_intrinsic
-def _bits(typing_context, x):
-    """Return the bits of a float32."""
-
-    def codegen(context, builder, signature, arguments):
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
 
 
 @untyped_intrinsic
@@ -105,77 +75,14 @@ def _lent(typing_context, array):
     return array(array), codegen
 
 
-@inlined
-def _hash(row, position):
-    """Return the chance of a row's first number: 32 bits. numba computes with 64, so each product is cut."""
-    x = np.uint32(np.uint32(row) * _ROW + np.uint32(position) * _POSITION)
-    x = np.uint32((x ^ (x >> _16)) * _FIRST)
-    x = np.uint32((x ^ (x >> _15)) * _SECOND)
-    return np.uint32(x ^ (x >> _16))
+@untyped_intrinsic
+def _keep(typing_context, x, y):
+    """Do nothing. An array is freed after the last line that names it, so that lent arrays must be named again."""
 
+    def codegen(context, builder, signature, arguments):
+        return context.get_dummy_value()
 
-@subroutine(ELEMENTWISE)
-def _put_int8(row, inverse, codes, at, chance):
-    out = codes[at : at + len(row)]
-    for e in range(len(row)):
-        x = row[e] * inverse
-        x = x if x == x else _ZERO
-        x = np.floor(x + np.float32(np.int32(np.uint32(chance + np.uint32(e) * _ELEMENT) >> _8)) * _UNIT)
-        put(out, e, np.int32(min(max(x, -_LARGEST_INT8), _LARGEST_INT8)))
-
-
-@subroutine(ELEMENTWISE)
-def _put_float8(row, inverse, codes, at, first):
-    """Round to float8: below 2**-6 steps are equal, above, the 20 lowest bits of a float32 are what is rounded away."""
-    out = codes[at : at + len(row)]
-    for e in range(len(row)):
-        x = row[e] * inverse
-        x = x if x == x else _ZERO
-        chance, bits = np.uint32(first + np.uint32(e) * _ELEMENT), _bits(x)
-        large = np.int32(((bits & _SIZE) + (chance >> _12)) >> _20) - _BIAS
-        small = np.int32(abs(x) * _SMALL_STEPS + np.float32(np.int32(chance >> _8)) * _UNIT)
-        code = min(small if abs(x) < _SMALL_FLOAT8 else large, _MOST)
-        put(out, e, code | np.int32((bits >> _24) & _SIGN))
-
-
-@subroutine(ELEMENTWISE)
-def _encode_row(row, largest, codes, at, number, position):
-    """Write a row of a state from byte `at` on: codes, and the scale. It is row `number` of all."""
-    # Sizes are compared by their bits, because only comparisons of integers become vectors. A NaN is the largest.
-    most = np.int32(0)
-    for e in range(len(row)):
-        size = np.int32(_bits(row[e]) & _SIZE)
-        most = size if size > most else most
-    scale = float_from_bits(most) / largest  # type: ignore[call-arg]
-    inverse = _ONE / scale if scale > _ZERO else _ZERO
-    chance = _hash(number, position)
-    if largest == _LARGEST_INT8:
-        _put_int8(row, inverse, codes, at, chance)
-    else:
-        _put_float8(row, inverse, codes, at, chance)
-    _put_scale(codes, at + len(row), scale)
-
-
-@compiled(ELEMENTWISE, parallel=True)
-def decode(codes, at, states):
-    """Read a state (rows, N) from byte `at` on."""
-    n = states.shape[1]
-    for r in prange(len(states)):
-        first = at + r * (n + SCALE_BYTES)
-        scale, own, buffer = splat(_scale(codes, first + n)), np.zeros(LANES, codes.dtype), np.empty(LANES, np.float32)
-        for e in range(0, n, LANES):
-            size = min(LANES, n - e)
-            copy_(own[:size], codes[first + e : first + e + size])
-            store(buffer, 0, multiply(scale, load_8_bits(own, 0)))
-            copy_(states[r, e : e + size], buffer[:size])
-
-
-@compiled(ELEMENTWISE, parallel=True)
-def encode(states, largest, position, codes, at):
-    """Write a state (rows, N) from byte `at` on. It has seen `position` tokens."""
-    n = states.shape[1]
-    for r in prange(len(states)):
-        _encode_row(states[r], largest, codes, at + r * (n + SCALE_BYTES), r, position)
+    return types.void(x, y), codegen
 
 
 @compiled(ELEMENTWISE, parallel=True)
@@ -241,95 +148,122 @@ def read_states(
     n_chunks = -(-n_heads // at_once)
     for task in prange((len(cu_rows) - 1) * n_chunks):
         i, first = task // n_chunks, task % n_chunks * at_once
-        if cu_rows[i + 1] - cu_rows[i] <= SHORT:
-            span = (cu_rows[i], cu_rows[i + 1], spans[0][i], spans[1][i], spans[2][i])
+        n_new = cu_rows[i + 1] - cu_rows[i]
+        if n_new <= SHORT:
+            n_own = min(at_once, n_heads - first)
+            n_tokens, n_values = spans[1][i] + n_new, n_own * n_rows
+            span = (cu_rows[i], cu_rows[i + 1], spans[0][i], spans[1][i], spans[2][i], first, n_own)
             reads, writes = (old[0][i], old[1][i], old[2][i]), (new[1][i], new[2][i])
-            n_new = span[1] - span[0]
-            n_tokens, n_floats = span[3] + n_new, 3 * (span[3] + n_new) + (n_new + 2) * n_rows
-            floats, places = np.zeros(n_floats, np.float32), np.empty(n_tokens, np.int64)
-            rounded = np.empty(n_rows, rings[1].dtype)
+            floats = np.zeros(3 * n_tokens * n_own + (n_new + 2) * n_values + n_own, np.float32)
+            rounded = np.empty(n_values, rings[1].dtype)
+            own, n_weights, end = _lent(floats), n_tokens * n_own, 3 * n_tokens * n_own
+            logs = own[:n_weights].reshape(n_tokens, n_own)
+            behind = own[n_weights : 2 * n_weights].reshape(n_tokens, n_own)
+            u = own[end : end + n_new * n_values].reshape(n_new, n_values)
+            rest = own[end + n_new * n_values :]
+            buffers = (
+                logs, behind, own[2 * n_weights : end], u, rest[:n_values], rest[n_values : 2 * n_values],
+                rest[2 * n_values :], _lent(rounded),
+            )  # fmt: skip
             inputs = (_lent(q_TGN), _lent(v_THV), _lent(log_decay_TH), _lent(a_TGN), _lent(strength_TH), _lent(skip))
-            own, borrowed = _lent(floats), (_lent(rings[0]), _lent(rings[1]), _lent(rings[2]))
-            w, behind, weights = own[:n_tokens], own[n_tokens : 2 * n_tokens], own[2 * n_tokens : 3 * n_tokens]
-            y, found = own[3 * n_tokens : 3 * n_tokens + n_rows], own[3 * n_tokens + n_rows : 3 * n_tokens + 2 * n_rows]
-            u = own[3 * n_tokens + 2 * n_rows :].reshape(n_new, n_rows)
-            buffers = (u, w, behind, _lent(places), weights, y, found, _lent(rounded))
-            for h in range(first, min(first + at_once, n_heads)):
-                _read_head(
-                    inputs, after_decay, h, span, _lent(codes), sources[i], targets[i], largest, _lent(keys_TGN),
-                    _lent(products), borrowed, reads, writes, ring_rows, _lent(y_THV), buffers,
+            borrowed, keys, dots = (_lent(rings[0]), _lent(rings[1]), _lent(rings[2])), _lent(keys_TGN), _lent(products)
+            _read_heads(
+                inputs, after_decay, span, _lent(codes), sources[i], targets[i], dots, borrowed, reads, writes,
+                ring_rows, _lent(y_THV), buffers,
+            )  # fmt: skip
+            if targets[i] >= 0:
+                _fold(
+                    keys, u, logs, behind, buffers[6], span, _lent(codes), sources[i], targets[i], largest, borrowed,
+                    reads, ring_rows, n_heads, n_rows,
                 )  # fmt: skip
-            _keep(floats, places, rounded)
-
-
-@untyped_intrinsic
-def _keep(typing_context, x, y, z):
-    """Do nothing. An array is freed after the last line that names it, so that lent arrays must be named again."""
-
-    def codegen(context, builder, signature, arguments):
-        return context.get_dummy_value()
-
-    return types.void(x, y, z), codegen
+            _keep(floats, rounded)
 
 
 @subroutine(ELEMENTWISE)
-def _read_head(
-    inputs, after_decay, h, span, codes, source, target, largest, keys_TGN, products, rings, reads, writes, ring_rows,
-    y_THV, buffers,
+def _read_heads(
+    inputs, after_decay, span, codes, source, target, products, rings, reads, writes, ring_rows, y_THV, buffers
 ):  # fmt: skip
     q_TGN, v_THV, log_decay_TH, a_TGN, strength_TH, skip = inputs
-    u, w, behind, places, weights, y, found, rounded = buffers
-    start, end, first_slot, count, fold = span
+    logs, behind, weights, u, y, found, whole, rounded = buffers
+    start, end, first_slot, count, fold, first, n_own = span
     n_heads, n_rows = v_THV.shape[1:]
-    g, erases = h // (n_heads // q_TGN.shape[1]), len(a_TGN) > 0
-    # The slots of the tail's tokens, counted in heads. Dividing for each of them would take longer than to read them.
-    slot = first_slot % ring_rows
+    n_shared, erases, n_values = n_heads // q_TGN.shape[1], len(a_TGN) > 0, n_own * n_rows
     for j in range(count):
-        places[j] = slot * n_heads + h
-        slot = slot + 1 if slot + 1 < ring_rows else 0
-        w[j] = get(rings[2], reads[2] + places[j])
-    _exp_(w[:count])
+        at = reads[2] + (first_slot + j) % ring_rows * n_heads + first
+        copy_(logs[j], rings[2][at : at + n_own])
     for t in range(start, end):
-        p, value = count + t - start, v_THV[t, h]
-        w[p] = exp_f32(log_decay_TH[t, h])
-        whole = _products_of_decays(w, p, behind)
-        _read_body(codes, source, h, q_TGN[t, g], whole, y)
-        _multiply(behind, products[t, g, 0], weights)
-        _add_tail(rings[1], reads[1], places, weights, count, y)
-        _add_new(u, count, p, behind, products[t, g, 0], y)
+        p, own = count + t - start, u[t - start]
+        copy_(logs[p], log_decay_TH[t, first : first + n_own])
+        _decays_behind(logs, p, behind, whole)
+        for h in range(n_own):
+            g, part = (first + h) // n_shared, slice(h * n_rows, (h + 1) * n_rows)
+            _read_body(codes, source, first + h, q_TGN[t, g], whole[h], y[part])
+            if erases:
+                _read_body(codes, source, first + h, a_TGN[t, g], whole[h], found[part])
         if erases:
-            _read_body(codes, source, h, a_TGN[t, g], whole, found)
-            _multiply(behind, products[t, g, 1], weights)
-            _add_tail(rings[1], reads[1], places, weights, count, found)
-            _add_new(u, count, p, behind, products[t, g, 1], found)
-        kept, strength = w[p] if after_decay else _ONE, strength_TH[t, h] if len(strength_TH) > 0 else _ONE
-        for r in range(n_rows):
-            put(rounded, r, (value[r] - kept * found[r]) * strength)
-        copy_(u[t - start], rounded)
+            _weigh(behind, products, t, 1, p, first, n_shared, weights)
+            _add_tail(rings[1], reads[1], first_slot, ring_rows, n_heads, first, weights, count, n_rows, n_own, found)
+            _add_new(u, count, p, weights, n_rows, n_own, found)
+        _weigh(behind, products, t, 0, p, first, n_shared, weights)
+        _add_tail(rings[1], reads[1], first_slot, ring_rows, n_heads, first, weights, count, n_rows, n_own, y)
+        _add_new(u, count, p, weights, n_rows, n_own, y)
+        _exp(logs[p], whole)
+        for h in range(n_own):
+            kept = whole[h] if after_decay else _ONE
+            strength = strength_TH[t, first + h] if len(strength_TH) > 0 else _ONE
+            part = slice(h * n_rows, (h + 1) * n_rows)
+            _write(v_THV[t, first + h], kept if erases else _ZERO, found[part], strength, rounded[part])
+        copy_(own, rounded)
         if target < 0 or p >= fold:
-            slot = (first_slot + p) % ring_rows * n_heads + h
-            copy_(rings[1][writes[0] + slot * n_rows : writes[0] + (slot + 1) * n_rows], rounded)
-            put(rings[2], writes[1] + slot, log_decay_TH[t, h])
-        factor = get(skip, h) if len(skip) > 0 else _ZERO
-        _finish(y, w[p], u[t - start], products[t, g, 0, p], value, factor, y_THV[t, h])
-    if target >= 0:
-        _fold(keys_TGN, g, u, w, h, span, codes, source, target, largest, rings, reads, ring_rows, places)
+            slot = (first_slot + p) % ring_rows * n_heads + first
+            at = writes[0] + slot * n_rows
+            copy_(rings[1][at : at + n_values], rounded)
+            copy_(rings[2][writes[1] + slot : writes[1] + slot + n_own], logs[p])
+        for h in range(n_own):
+            g, part = (first + h) // n_shared, slice(h * n_rows, (h + 1) * n_rows)
+            factor = get(skip, first + h) if len(skip) > 0 else _ZERO
+            value, out = v_THV[t, first + h], y_THV[t, first + h]
+            _finish(y[part], whole[h], own[part], products[t, g, 0, p], value, factor, out)
 
 
 @subroutine(ELEMENTWISE)
-def _exp_(x):
-    for e in range(len(x)):
-        x[e] = exp_f32(x[e])
+def _exp(x, out):
+    """Compute e**x, or 0 for a decay that no row of a state would show. NaN stays NaN."""
+    for e in range(len(out)):
+        decay = exp_f32(x[e])
+        out[e] = _ZERO if x[e] < _LEAST_LOG else decay
 
 
 @subroutine()
-def _products_of_decays(w, n, behind):
-    """Set behind[j] to the product of the decays of tokens (j, n), and return the product of all before n."""
-    product = _ONE
+def _decays_behind(logs, n, behind, whole):
+    """Set behind[j, h] to the product of the decays of tokens (j, n), and whole[h] to that of all before n."""
+    fill_(whole, _ZERO)
     for j in range(n - 1, -1, -1):
-        behind[j] = product
-        product *= w[j]
-    return product
+        _exp(whole, behind[j])
+        _add(logs[j], whole)
+    _exp(whole, whole)
+
+
+@subroutine(ELEMENTWISE)
+def _add(x, y):
+    for e in range(len(y)):
+        y[e] += x[e]
+
+
+@subroutine(ELEMENTWISE)
+def _weigh(behind, products, t, which, n, first, n_shared, weights):
+    """Set weights[j, h] to the decays since token j, times its key's product, for all tokens before n."""
+    n_own = behind.shape[1]
+    for j in range(n):
+        own = weights[j * n_own : (j + 1) * n_own]
+        for h in range(n_own):
+            own[h] = behind[j, h] * products[t, (first + h) // n_shared, which, j]
+
+
+@subroutine(ELEMENTWISE)
+def _write(value, kept, found, strength, rounded):
+    for r in range(len(value)):
+        put(rounded, r, (value[r] - kept * found[r]) * strength)
 
 
 @subroutine(ELEMENTWISE)
@@ -364,86 +298,89 @@ def _read_body(codes, source, h, q, factor, y):
             y0 = multiply_add(load_8_bits(codes, at + r * width + e), load(q, e), y0)
         y[r] = total(y0)
     for r in range(n_rows):
-        y[r] *= factor * _scale(codes, at + r * width + n)
-
-
-@subroutine(ELEMENTWISE)
-def _multiply(x, y, out):
-    for e in range(len(out)):
-        out[e] = x[e] * y[e]
+        y[r] *= factor * scale_at(codes, at + r * width + n)
 
 
 @subroutine()
-def _add_tail(ring, block, places, weights, count, y):
-    """Add to y what the tokens of the tail have written, weighted."""
-    n_rows = len(y)
-    n_wide, n_vectors = n_rows // (4 * LANES) * (4 * LANES), n_rows // LANES * LANES
-    for r in range(0, n_wide, 4 * LANES):
-        y0, y1, y2, y3 = load(y, r), load(y, r + LANES), load(y, r + 2 * LANES), load(y, r + 3 * LANES)
-        for j in range(count):
-            weight, at = splat(weights[j]), block + places[j] * n_rows + r
-            y0, y1 = multiply_add(weight, load(ring, at), y0), multiply_add(weight, load(ring, at + LANES), y1)
-            y2 = multiply_add(weight, load(ring, at + 2 * LANES), y2)
-            y3 = multiply_add(weight, load(ring, at + 3 * LANES), y3)
-            # The next head's values are next to these, and no processor fetches them by itself.
-            prefetch(ring, at + n_rows)  # type: ignore[call-arg]
-            prefetch(ring, at + n_rows + 2 * LANES)
-        store(y, r, y0)
-        store(y, r + LANES, y1)
-        store(y, r + 2 * LANES, y2)
-        store(y, r + 3 * LANES, y3)
-    for r in range(n_wide, n_vectors, LANES):
-        y0 = load(y, r)
-        for j in range(count):
-            y0 = multiply_add(splat(weights[j]), load(ring, block + places[j] * n_rows + r), y0)
-        store(y, r, y0)
-    for r in range(n_vectors, n_rows):
-        for j in range(count):
-            y[r] += weights[j] * get(ring, block + places[j] * n_rows + r)
+def _add_tail(ring, block, first_slot, ring_rows, n_heads, first, weights, count, n_rows, n_own, y):
+    """Add to y what the tokens of the tail have written, weighted. Four tokens share what is loaded of y."""
+    n_fours, row, block_of_heads = count // 4 * 4, n_heads * n_rows, block + first * n_rows
+    for j in range(0, n_fours, 4):
+        at0 = block_of_heads + (first_slot + j) % ring_rows * row
+        at1 = block_of_heads + (first_slot + j + 1) % ring_rows * row
+        at2 = block_of_heads + (first_slot + j + 2) % ring_rows * row
+        at3 = block_of_heads + (first_slot + j + 3) % ring_rows * row
+        for h in range(n_own):
+            w0, w1 = weights[j * n_own + h], weights[(j + 1) * n_own + h]
+            w2, w3 = weights[(j + 2) * n_own + h], weights[(j + 3) * n_own + h]
+            s0, s1, s2, s3 = splat(w0), splat(w1), splat(w2), splat(w3)
+            begin, end = h * n_rows, (h + 1) * n_rows
+            for r in range(begin, end - LANES + 1, LANES):
+                y0 = multiply_add(s0, load(ring, at0 + r), load(y, r))
+                y0 = multiply_add(s1, load(ring, at1 + r), y0)
+                y0 = multiply_add(s2, load(ring, at2 + r), y0)
+                store(y, r, multiply_add(s3, load(ring, at3 + r), y0))
+            for r in range(begin + n_rows // LANES * LANES, end):
+                y[r] = (y[r] + w0 * get(ring, at0 + r)) + w1 * get(ring, at1 + r)
+                y[r] = (y[r] + w2 * get(ring, at2 + r)) + w3 * get(ring, at3 + r)
+    for j in range(n_fours, count):
+        _add_token(ring, block_of_heads + (first_slot + j) % ring_rows * row, weights, j * n_own, n_rows, n_own, y)
 
 
-@subroutine(ELEMENTWISE)
-def _add_new(u, count, n, behind, products, y):
+@subroutine()
+def _add_new(u, count, n, weights, n_rows, n_own, y):
     """Add to y what the segment's own tokens before token n have written, weighted."""
     for j in range(count, n):
-        weight, own = behind[j] * products[j], u[j - count]
-        for r in range(len(y)):
-            y[r] += weight * own[r]
+        _add_token(u[j - count], 0, weights, j * n_own, n_rows, n_own, y)
+
+
+@subroutine()
+def _add_token(values, at, weights, first, n_rows, n_own, y):
+    for h in range(n_own):
+        weight, begin, end = weights[first + h], h * n_rows, (h + 1) * n_rows
+        s = splat(weight)
+        for r in range(begin, end - LANES + 1, LANES):
+            store(y, r, multiply_add(s, load(values, at + r), load(y, r)))
+        for r in range(begin + n_rows // LANES * LANES, end):
+            y[r] += weight * get(values, at + r)
 
 
 @subroutine(ELEMENTWISE)
-def _fold(keys_TGN, g, u, w, h, span, codes, source, target, largest, rings, reads, ring_rows, places):
-    """Make head h of a new body from the old one and from the tokens before the fold."""
-    start, _, first_slot, count, fold = span
+def _fold(
+    keys_TGN, u, logs, behind, whole, span, codes, source, target, largest, rings, reads, ring_rows, n_heads, n_rows
+):  # fmt: skip
+    """Make a task's heads of a new body from the old one and from the tokens before the fold."""
+    start, _, first_slot, count, fold, first, n_own = span
     n_groups, n = keys_TGN.shape[1:]
-    n_rows, width = u.shape[1], n + SCALE_BYTES
-    floats = np.empty(fold * (n + n_rows + 1) + n, np.float32)
+    n_shared, width, n_values = n_heads // n_groups, n + SCALE_BYTES, n_own * n_rows
+    floats = np.empty(fold * (n + n_values) + n, np.float32)
     own = _lent(floats)
-    keys, written = own[: fold * n], own[fold * n : fold * (n + n_rows)]
-    behind, row = own[fold * (n + n_rows) : fold * (n + n_rows + 1)], own[fold * (n + n_rows + 1) :]
-    whole = _products_of_decays(w, fold, behind)
+    keys, written, row = own[: fold * n], own[fold * n : fold * (n + n_values)], own[fold * (n + n_values) :]
+    _decays_behind(logs, fold, behind, whole)
     for j in range(fold):
         if j < count:
-            at = reads[0] + ((first_slot + j) % ring_rows * n_groups + g) * n
-            copy_(keys[j * n : (j + 1) * n], rings[0][at : at + n])
-            at = reads[1] + places[j] * n_rows
-            copy_(written[j * n_rows : (j + 1) * n_rows], rings[1][at : at + n_rows])
+            at = reads[1] + ((first_slot + j) % ring_rows * n_heads + first) * n_rows
+            copy_(written[j * n_values : (j + 1) * n_values], rings[1][at : at + n_values])
         else:
-            copy_(keys[j * n : (j + 1) * n], keys_TGN[start + j - count, g])
-            copy_(written[j * n_rows : (j + 1) * n_rows], u[j - count])
-        _scale_(written[j * n_rows : (j + 1) * n_rows], behind[j])
-    for r in range(n_rows):
-        number = h * n_rows + r
-        if source < 0:
-            fill_(row, _ZERO)
-        else:
-            at = source + number * width
-            factor = splat(whole * _scale(codes, at + n))
-            for e in range(0, n, LANES):
-                store(row, e, multiply(factor, load_8_bits(codes, at + e)))
-        _add_outer(row, keys, written, r, n_rows, fold)
-        _encode_row(row, largest, codes, target + number * width, number, first_slot + fold)
-    _keep(floats, floats, floats)
+            copy_(written[j * n_values : (j + 1) * n_values], u[j - count])
+        for h in range(n_own):
+            _scale_(written[j * n_values + h * n_rows : j * n_values + (h + 1) * n_rows], behind[j, h])
+    for h in range(n_own):
+        g = (first + h) // n_shared
+        if h == 0 or (first + h) % n_shared == 0:  # The heads of a group share its keys.
+            for j in range(fold):
+                if j < count:
+                    at = reads[0] + ((first_slot + j) % ring_rows * n_groups + g) * n
+                    copy_(keys[j * n : (j + 1) * n], rings[0][at : at + n])
+                else:
+                    copy_(keys[j * n : (j + 1) * n], keys_TGN[start + j - count, g])
+        for r in range(n_rows):
+            number = (first + h) * n_rows + r
+            at = source + number * width if source >= 0 else -1
+            factor = whole[h] * scale_at(codes, at + n) if at >= 0 else _ZERO
+            _advance_row(codes, at, factor, keys, written, h * n_rows + r, n_values, fold, row)
+            encode_row(row, largest, codes, target + number * width, number, first_slot + fold)
+    _keep(floats, floats)
 
 
 @subroutine(ELEMENTWISE)
@@ -453,23 +390,31 @@ def _scale_(x, factor):
 
 
 @subroutine()
-def _add_outer(row, keys, written, r, n_rows, n_tokens):
-    """Add to row r of a state what the tokens that fold have written."""
-    n = len(row)
+def _advance_row(codes, at, factor, keys, written, first, n_values, n_tokens, row):
+    """Set a row of a state to the old one, times a factor, plus what the tokens that fold have written.
+
+    A row of a state full of zeros has the factor 0, and nothing is read.
+    """
+    n, s = len(row), splat(factor)
     n_wide = n // (4 * LANES) * (4 * LANES)
+    reads = at >= 0
     for e in range(0, n_wide, 4 * LANES):
-        s0, s1, s2, s3 = load(row, e), load(row, e + LANES), load(row, e + 2 * LANES), load(row, e + 3 * LANES)
+        s0 = s1 = s2 = s3 = splat(_ZERO)
+        if reads:
+            s0, s1 = multiply(s, load_8_bits(codes, at + e)), multiply(s, load_8_bits(codes, at + e + LANES))
+            s2 = multiply(s, load_8_bits(codes, at + e + 2 * LANES))
+            s3 = multiply(s, load_8_bits(codes, at + e + 3 * LANES))
         for j in range(n_tokens):
-            weight, at = splat(written[j * n_rows + r]), j * n + e
-            s0, s1 = multiply_add(weight, load(keys, at), s0), multiply_add(weight, load(keys, at + LANES), s1)
-            s2 = multiply_add(weight, load(keys, at + 2 * LANES), s2)
-            s3 = multiply_add(weight, load(keys, at + 3 * LANES), s3)
+            weight, key = splat(written[j * n_values + first]), j * n + e
+            s0, s1 = multiply_add(weight, load(keys, key), s0), multiply_add(weight, load(keys, key + LANES), s1)
+            s2 = multiply_add(weight, load(keys, key + 2 * LANES), s2)
+            s3 = multiply_add(weight, load(keys, key + 3 * LANES), s3)
         store(row, e, s0)
         store(row, e + LANES, s1)
         store(row, e + 2 * LANES, s2)
         store(row, e + 3 * LANES, s3)
     for e in range(n_wide, n, LANES):
-        s0 = load(row, e)
+        s0 = multiply(s, load_8_bits(codes, at + e)) if reads else splat(_ZERO)
         for j in range(n_tokens):
-            s0 = multiply_add(splat(written[j * n_rows + r]), load(keys, j * n + e), s0)
+            s0 = multiply_add(splat(written[j * n_values + first]), load(keys, j * n + e), s0)
         store(row, e, s0)

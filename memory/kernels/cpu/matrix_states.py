@@ -12,7 +12,8 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
-from hybridmem.memory.kernels.cpu.eight_bit_segments import has_8_bits, scan_8_bits
+from hybridmem.memory.kernels.cpu.eight_bit_rows import has_8_bits
+from hybridmem.memory.kernels.cpu.eight_bit_segments import scan_8_bits
 from hybridmem.memory.kernels.cpu.numbers import get
 from hybridmem.memory.kernels.cpu.rows import as_array, as_flat, close, copy_, opened
 from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine

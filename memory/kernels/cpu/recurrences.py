@@ -14,6 +14,8 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.eight_bit_channels import decoded_channels, encode_channels
+from hybridmem.memory.kernels.cpu.eight_bit_rows import has_8_bits
 from hybridmem.memory.kernels.cpu.numbers import array_at, get
 from hybridmem.memory.kernels.cpu.rows import LIKE, as_array, close, copy_, fill_, opened
 from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
@@ -146,11 +148,14 @@ def selective_scan(
     n_threads = use_threads(10 * x_TE.numel() * a_NE.shape[0])
     if state.tail is not None:
         rings, old, new, spans = arrays_of(state.tail)
+        behind = decoded_channels(state) if has_8_bits(state) else state
         scan_channels(
             *(as_array(t.contiguous()) for t in (x_TE, dt_TE)), as_array(dt_bias_E),
-            *(as_array(t.contiguous()) for t in (b_TN, c_TN)), as_array(a_NE), as_array(d_E), *places_of(state),
+            *(as_array(t.contiguous()) for t in (b_TN, c_TN)), as_array(a_NE), as_array(d_E), *places_of(behind),
             rings, old, new, state.tail.ring_rows, *spans, y_TE.numpy(),
         )  # fmt: skip
+        if behind is not state:
+            encode_channels(behind, state)
         return y_TE
     at_once = channels_at_once(state.cu_rows.host, x_TE.shape[0], x_TE.shape[1], n_threads)
     if x_TE.dtype is dt_TE.dtype is b_TN.dtype is c_TN.dtype:

@@ -17,6 +17,7 @@ from numba.core import cgutils
 from numba.extending import models, register_model
 
 from hybridmem.memory.kernels.cpu.numbers import as_float, untyped_intrinsic
+from hybridmem.memory.kernels.eight_bits import MIX_ELEMENT
 
 LANES = 16
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -111,6 +112,54 @@ def load_8_bits(typing_context, array, at):
 
 
 @untyped_intrinsic
+def store_8_bits(typing_context, array, at, x, chance):
+    """Store array[at : at + 16] = x as codes of 8 bits: int8, or float8 e4m3 in an array of uint8.
+
+    `chance` is a uint32: how a number between two codes is rounded follows from it, as in `memory.kernels.eight_bits`.
+    It grows by `MIX_ELEMENT` from lane to lane. NaN becomes 0. `at` is not checked.
+    """
+
+    def codegen(context, builder, signature, arguments):
+        x, chance = arguments[2:]
+        steps = ir.Constant(_CODES, [lane * MIX_ELEMENT & 0xFFFFFFFF for lane in range(LANES)])
+        chances = builder.add(_in_every_lane(builder, chance), steps)
+        x = builder.select(builder.fcmp_ordered("ord", x, x), x, ir.Constant(_VECTOR, [0.0] * LANES))
+        codes = (_to_float8 if array.dtype == types.uint8 else _to_int8)(builder, x, chances)
+        codes = builder.trunc(codes, ir.VectorType(ir.IntType(8), LANES))
+        builder.store(codes, _pointer(context, builder, signature, arguments, codes.type), align=1)
+        return context.get_dummy_value()
+
+    return types.void(array, at, x, types.uint32), codegen
+
+
+@untyped_intrinsic
+def larger_size(typing_context, x, sizes):
+    """Return the larger of |x| and `sizes`, lane by lane. NaN is larger than all numbers."""
+
+    def codegen(context, builder, signature, arguments):
+        x, sizes = (builder.bitcast(each, _CODES) for each in arguments)
+        x = builder.and_(x, ir.Constant(_CODES, [0x7FFFFFFF] * LANES))
+        return builder.bitcast(builder.select(builder.icmp_signed(">", x, sizes), x, sizes), _VECTOR)
+
+    return _float32x16(x, sizes), codegen
+
+
+@untyped_intrinsic
+def largest_of(typing_context, sizes):
+    """Return the largest lane of what `larger_size` returned."""
+
+    def codegen(context, builder, signature, arguments):
+        x = builder.bitcast(arguments[0], _CODES)
+        while x.type.count > 1:
+            half = x.type.count // 2
+            low, high = (_shuffle(builder, x, x, list(range(first, first + half))) for first in (0, half))
+            x = builder.select(builder.icmp_signed(">", low, high), low, high)
+        return builder.bitcast(builder.extract_element(x, _INDEX(0)), ir.FloatType())
+
+    return types.float32(sizes), codegen
+
+
+@untyped_intrinsic
 def multiply(typing_context, x, y):
     def codegen(context, builder, signature, arguments):
         return builder.fmul(*arguments)
@@ -190,6 +239,39 @@ def _of_float8(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
     small = builder.bitcast(builder.fsub(large, ir.Constant(_VECTOR, [2.0**-6] * LANES)), _CODES)
     size = builder.select(builder.icmp_unsigned("<", size, every(1 << 23)), small, builder.add(size, every(120 << 23)))
     return builder.bitcast(builder.or_(size, builder.shl(builder.and_(codes, every(0x80)), every(24))), _VECTOR)
+
+
+def _rounded_up_by(builder: ir.IRBuilder, x: ir.Value, chances: ir.Value) -> ir.Value:
+    """Add a number of [0, 1) to x: the upper 24 of 32 bits."""
+    upper = builder.lshr(chances, ir.Constant(_CODES, [8] * LANES))
+    part = builder.fmul(builder.sitofp(upper, _VECTOR), ir.Constant(_VECTOR, [2.0**-24] * LANES))
+    return builder.fadd(x, part)
+
+
+def _to_int8(builder: ir.IRBuilder, x: ir.Value, chances: ir.Value) -> ir.Value:
+    kind = ir.FunctionType(_VECTOR, [_VECTOR])
+    floor = cgutils.get_or_insert_function(builder.module, kind, f"llvm.floor.v{LANES}f32")
+    x = builder.call(floor, [_rounded_up_by(builder, x, chances)])
+    least, most = (ir.Constant(_VECTOR, [bound] * LANES) for bound in (-127.0, 127.0))
+    x = builder.select(builder.fcmp_ordered("<", x, least), least, x)
+    return builder.fptosi(builder.select(builder.fcmp_ordered(">", x, most), most, x), _CODES)
+
+
+def _to_float8(builder: ir.IRBuilder, x: ir.Value, chances: ir.Value) -> ir.Value:
+    """Round to float8: below 2**-6 steps are equal, above, the 20 lowest bits of a float32 are what is rounded away."""
+
+    def every(number: int) -> ir.Value:
+        return ir.Constant(_CODES, [number] * LANES)
+
+    bits = builder.bitcast(x, _CODES)
+    size = builder.and_(bits, every(0x7FFFFFFF))
+    large = builder.lshr(builder.add(size, builder.lshr(chances, every(12))), every(20))
+    steps = builder.fmul(builder.bitcast(size, _VECTOR), ir.Constant(_VECTOR, [512.0] * LANES))
+    small = builder.fptosi(_rounded_up_by(builder, steps, chances), _CODES)
+    is_small = builder.icmp_signed("<", size, every(121 << 23))
+    code = builder.select(is_small, small, builder.sub(large, every(120 << 3)))
+    code = builder.select(builder.icmp_signed(">", code, every(126)), every(126), code)
+    return builder.or_(code, builder.and_(builder.lshr(bits, every(24)), every(0x80)))
 
 
 def _bytes(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:

@@ -18,15 +18,16 @@ from hybridmem.memory.kernels.cpu import progress, reproducible
 from hybridmem.memory.kernels.cpu.attention import paged_attention
 from hybridmem.memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from hybridmem.memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
+from hybridmem.memory.kernels.cpu.eight_bit_states import SHORT
 from hybridmem.memory.kernels.cpu.mamba2 import SSDLayer
 from hybridmem.memory.kernels.cpu.matrix_states import matrix_scan
 from hybridmem.memory.kernels.cpu.norms import norm_parts, rms_norm
 from hybridmem.memory.kernels.cpu.page_choice import choose_pages
 from hybridmem.memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from hybridmem.memory.kernels.cpu.row_choice import choose_rows
-from hybridmem.memory.kernels.cpu.rows import gather_rows, read_rows, write_rows_
+from hybridmem.memory.kernels.cpu.rows import gather_rows, prepare, read_rows, write_rows_
 from hybridmem.memory.kernels.cpu.stabiliser import stabilise
-from hybridmem.memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
+from hybridmem.memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
 from hybridmem.memory.quantization import Float8
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -96,8 +97,37 @@ def _scan_three_sums(_: Tensor) -> None:
     wkv4(x, x, _states[:2], _states[:2], (own, own, own))
 
 
+def _read_in_8_bits(flat: Tensor, codes: Tensor) -> None:
+    """Run over a segment that reads the body as it is, and over a long one; convolve behind a tail."""
+    for n in (1, SHORT + 1):
+        rings = flat.new_zeros(16), flat.new_zeros(1), _states[:1]
+        tail = Tail(rings, (_offsets,) * 3, (_offsets,) * 3, 1, _offsets, _offsets, _offsets + n)
+        cu_rows, targets = place(np.array([0, n]), torch.device("cpu")), _offsets + 20
+        slots = StateSlots(cu_rows, prepare(codes), _offsets, targets, (1, 1, 16), 0.0, tail)
+        x = torch.zeros(n, 1, 16)
+        matrix_scan(x, x, x[:, :, :1], x[:, :, 0], None, slots)
+    _convolve_behind_tail(flat)
+
+
+def _scan_channels_in_8_bits(flat: Tensor, codes: Tensor) -> None:
+    tail = Tail((flat[:2], flat[:2], flat[:3]), (_offsets,) * 3, (_offsets,) * 3, 1, _offsets, _offsets, _offsets + 1)
+    slots = _slots(codes, 3, 2)._replace(flat=prepare(codes), targets=_offsets + 14, tail=tail)
+    x, b = flat[:2].view(1, 2), flat[:3].view(1, 3)
+    selective_scan(x, x, flat[:2], b, b, _a, _states[:2], slots)
+    _convolve_behind_tail(flat)
+
+
+def _convolve_behind_tail(flat: Tensor) -> None:
+    tail = Tail((flat,), (_offsets,), (_offsets,), 1, _offsets, _offsets, _offsets + 1)
+    causal_conv(flat[:2].view(1, 2), flat[:4].view(2, 2), None, _slots(flat, 1, 2)._replace(tail=tail))
+
+
 _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
+    "int8_states": (22, lambda flat: _read_in_8_bits(flat, torch.zeros(64, dtype=torch.int8))),
+    "float8_states": (22, lambda flat: _read_in_8_bits(flat, torch.zeros(64).to(torch.float8_e4m3fn))),
     "ssd": (9.5, _scan_after_convolving),
+    "int8_channels": (6, lambda flat: _scan_channels_in_8_bits(flat, torch.zeros(64, dtype=torch.int8))),
+    "float8_channels": (6, lambda flat: _scan_channels_in_8_bits(flat, torch.zeros(64).to(torch.float8_e4m3fn))),
     "folded_rows": (8.5, _attend_folded),
     "matrix_scan": (6.5, _scan_matrices),
     "paged_attention": (6, _attend),
@@ -121,8 +151,9 @@ The longest come first. The function takes numbers of the memory's dtype. States
 NAMES = tuple(_RUNS)
 """The names of what can be compiled ahead.
 
-They are the functions of `Kernels`, and four more: "rows" copies rows, "folded_rows" is attention over what a storage
-keeps, "reproducible" is that of `memory.kernels.cpu.reproducible`, and "byte_sums" computes checksums of saved files.
+They are the functions of `Kernels`, and seven more: "rows" copies rows, "folded_rows" is attention over what a storage
+keeps, "reproducible" is that of `memory.kernels.cpu.reproducible`, and "int8_states", "float8_states", "int8_channels"
+and "float8_channels" run over matrices and channels of 8 bits.
 """
 
 _HELPER_SECONDS = 4

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hybridmem.memory.kernels import Erase, StateSlots, cpu, reference
 from hybridmem.memory.kernels.eight_bits import EIGHT_BITS, encode, read_states, stored_shape
-from tests.memory.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved
+from tests.memory.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 
@@ -34,7 +34,8 @@ def in_8_bits(slots: StateSlots, dtype: torch.dtype) -> StateSlots:
     n, stored = math.prod(slots.shape), math.prod(stored_shape(slots.shape, dtype))
     flat = torch.zeros(len(slots.flat) // n * stored, dtype=torch.uint8)
     for source in set(slots.sources.tolist()) - {-1}:
-        rows = encode(slots.flat[source : source + n].view(slots.shape), dtype, 1)
+        state = slots.flat[source : source + n].view(slots.shape)
+        rows = encode(state.T.contiguous() if state.dim() == 2 else state, dtype, 1)
         flat[source // n * stored : source // n * stored + stored] = rows.flatten()
     sources, targets = (torch.where(x < 0, -1, x // n * stored) for x in (slots.sources, slots.targets))
     return slots._replace(flat=flat.view(dtype), sources=sources, targets=targets)
@@ -70,18 +71,43 @@ def test_bodies_of_8_bits(state_dtype: str, mode: str, dtype: torch.dtype) -> No
     for flat, twin in zip(flats_of(ours)[1:], flats_of(theirs)[1:], strict=True):
         assert torch.equal(flat.isnan(), twin.isnan()), "another part of the rings was written"
         assert_kernel_close(flat.nan_to_num().float(), twin.nan_to_num().float(), dtype)
-    bytes_ours, bytes_theirs = ours[0].flat.view(torch.uint8), theirs[0].flat.view(torch.uint8)
-    written = torch.zeros(len(bytes_ours), dtype=torch.bool)
-    size = math.prod(stored_shape(slots.shape, codes))
-    for target in slots.targets[slots.targets >= 0].tolist():
-        written[target : target + size] = True
-    assert torch.equal(bytes_ours[~written], bytes_theirs[~written]), "another part of the arena was written"
+    assert_nothing_else_written(ours[0], theirs[0])
     targets = slots.targets[slots.targets >= 0]
-    body, twin = (read_states(x[0].flat, targets, slots.shape, 0.0) for x in (ours, theirs))
-    step = twin.abs().amax(-1, keepdim=True) / (127 if state_dtype == "int8" else 14)
+    assert_same_bodies(ours[0].flat, theirs[0].flat, targets, slots.shape, state_dtype, dtype)
+
+
+def assert_nothing_else_written(ours: StateSlots, theirs: StateSlots) -> None:
+    written = torch.zeros(len(ours.flat), dtype=torch.bool)
+    size = math.prod(stored_shape(ours.shape, ours.flat.dtype))
+    for target in ours.targets[ours.targets >= 0].tolist():
+        written[target : target + size] = True
+    bytes_ours, bytes_theirs = (x.flat.view(torch.uint8)[~written] for x in (ours, theirs))
+    assert torch.equal(bytes_ours, bytes_theirs), "another part of the arena was written"
+
+
+def assert_same_bodies(
+    ours: Tensor, theirs: Tensor, targets: Tensor, shape: tuple[int, ...], state_dtype: str, dtype: torch.dtype
+) -> None:
+    body, twin = (read_states(x, targets, shape, 0.0) for x in (ours, theirs))
+    step = twin.abs().amax(1 if len(shape) == 2 else -1, keepdim=True) / (127 if state_dtype == "int8" else 14)
     assert bool(((body - twin).abs() <= step * 1.001).all()), "by a rounding of the sum, one code further at most"
     if dtype == torch.float32:  # With 16 bits, the rings' own rounding moves more numbers across.
         assert float(((body - twin).abs() > 1e-3 * step).float().mean()) < 0.01
+
+
+@pytest.mark.parametrize("state_dtype", EIGHT_BITS)
+def test_channels_of_8_bits(state_dtype: str) -> None:
+    n_numbers, n_channels, codes = 5, 140, EIGHT_BITS[state_dtype]
+    rings = ((n_channels,), (n_channels,), (n_numbers,))
+    slots = in_8_bits(behind_tails((n_numbers, n_channels), rings, COUNTS, LENGTHS, FOLDS), codes)
+    x, dt, b, c = rows_of(N, n_channels, n_channels, n_numbers, n_numbers)
+    a, bias, d = -torch.rand(n_numbers, n_channels), torch.randn(n_channels) - 1, torch.randn(n_channels)
+    ours, theirs = (moved((slots,), torch.device("cpu"))[0] for _ in range(2))
+    found = cpu.selective_scan(x, dt, bias, b, c, a, d, ours._replace(flat=cpu.prepare(ours.flat)))
+    assert_kernel_close(found, reference.selective_scan(x, dt, bias, b, c, a, d, theirs), torch.float32)
+    targets = slots.targets[slots.targets >= 0]
+    assert_same_bodies(ours.flat, theirs.flat, targets, slots.shape, state_dtype, torch.float32)
+    assert_nothing_else_written(ours, theirs)
 
 
 def test_a_segment_has_the_same_bits_alone_as_beside_a_prompt() -> None:

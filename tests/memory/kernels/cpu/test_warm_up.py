@@ -56,6 +56,39 @@ def test_nothing_is_compiled_after_warming_up() -> None:
     assert outcome.returncode == 0, outcome.stderr
 
 
+IN_8_BITS = """
+import torch
+from hybridmem.memory import HybridMemory, MemorySpec
+from hybridmem.memory.kernels.cpu import eight_bit_channels, eight_bit_rows, eight_bit_states
+from hybridmem.memory.kernels.cpu import tail_matrices, tail_states
+from hybridmem.memory.recurrences import SSD, CausalConv, SSDShape
+from hybridmem.memory.recurrences.registry import FAMILIES
+
+generator = torch.Generator().manual_seed(1)
+shape = SSDShape(2, 3, 1, 16, 4)
+weights = [torch.randn(size, generator=generator) for size in (2, 2, 2)]
+ssd = SSD(shape, CausalConv(torch.randn(4, 38), torch.randn(38)), weights[0], -weights[1].exp(), weights[2])
+mamba, recurrence = FAMILIES["mamba1"].example(generator)
+memory = HybridMemory(MemorySpec(((shape.spec(),), (mamba,)), 9), "1MiB", state_dtype="int8", rollback_window=16)
+kernels = [eight_bit_states.multiply_keys, eight_bit_states.read_states, eight_bit_rows.decode, eight_bit_rows.encode]
+kernels += [eight_bit_channels._decode, eight_bit_channels._encode]
+kernels += [tail_states.convolve, tail_states.scan_channels, tail_matrices.scan_matrices]
+compiled = [len(kernel.signatures) for kernel in kernels]
+assert all(compiled), compiled
+sequence = memory.open()
+for n in (40, *[1] * 20, 3):
+    with memory.step({sequence: [1] * n}) as step:
+        step.recur(0, torch.randn(n, 40), ssd)
+        step.recur(1, torch.randn(n, 6), recurrence)
+assert [len(kernel.signatures) for kernel in kernels] == compiled, "a kernel was compiled for other types"
+"""
+
+
+def test_nothing_is_compiled_after_warming_up_for_8_bits() -> None:
+    outcome = subprocess.run([sys.executable, "-c", IN_8_BITS], capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
