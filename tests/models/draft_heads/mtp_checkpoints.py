@@ -42,8 +42,13 @@ class MtpPeer:
         return self.module._project_to_logits(rows)[0], rows[0]
 
 
-def write_mtp_checkpoint(folder: Path, config: PreTrainedConfig, *, nextn: bool = False) -> MtpPeer:
-    """Write a model with one such module, under the names of Qwen's files, or of DeepSeek's (`nextn`)."""
+def write_mtp_checkpoint(
+    folder: Path, config: PreTrainedConfig, *, nextn: bool = False, is_often_right: bool = False
+) -> MtpPeer:
+    """Write a model with one such module, under the names of Qwen's files, or of DeepSeek's (`nextn`).
+
+    With `is_often_right`, layers add little, and the module reads little but the token, as the model does.
+    """
     torch.manual_seed(7)
     config.num_mtp_layers = 1
     if not nextn:
@@ -53,6 +58,8 @@ def write_mtp_checkpoint(folder: Path, config: PreTrainedConfig, *, nextn: bool 
     randomise_(model)
     module = MtpModel(model, 1).eval()
     randomise_(module.layers)
+    if is_often_right:
+        _agree_(model, module)
     model.save_pretrained(folder)
     n_layers, block = config.num_hidden_layers, dict[str, Tensor]()
     tensors = load_file(folder / "model.safetensors")
@@ -70,3 +77,14 @@ def write_mtp_checkpoint(folder: Path, config: PreTrainedConfig, *, nextn: bool 
         tensors[place + name.removeprefix("model.layers.0.")] = tensor.clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return MtpPeer(model, module)
+
+
+@torch.no_grad()
+def _agree_(model: Any, module: MtpModel) -> None:
+    for name, weight in (*model.named_parameters(), *module.layers.named_parameters()):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")):
+            weight *= 0.15
+    layer, n_model = module.layers[0], model.config.hidden_size
+    layer.eh_proj.weight.copy_(torch.cat([torch.eye(n_model), torch.zeros(n_model, n_model)], 1))
+    layer.enorm.weight.zero_()  # It multiplies by one more than this.
+    layer.post_norm.weight.copy_(model.model.norm.weight)
