@@ -84,7 +84,7 @@ class HeadDrafter(ModelDrafter):
 
         If the step is aborted, they are replaced when their positions are fed again.
         """
-        parts = rows_TR.split(step.tokens.counts.tolist())
+        parts = torch.split(rows_TR, step.tokens.counts.tolist())
         many = set[Sequence]()
         for sequence, rows_NR in zip(step.sequences, parts, strict=True):
             held = self._rows.get(sequence)
@@ -97,7 +97,7 @@ class HeadDrafter(ModelDrafter):
         if many:
             self._feed_ahead([job for job in self._running() if job.sequence in many])
             for sequence in many:
-                self._rows[sequence].keep_last(_KEPT)
+                self._rows[sequence].keep_from(sequence.length - _KEPT)  # Later ones may be of rejected drafts.
 
     def _inherited(self, sequence: Sequence) -> HeldRows:
         """Return what a forked sequence has of its source: the hidden states of the prompt's last tokens."""
@@ -183,7 +183,7 @@ class HeadDrafter(ModelDrafter):
 
         def run(step: Step) -> Tensor:
             logits_SV, rows_SM = self._head(step, rows_TM)
-            for guess, row_1M in zip(guesses.values(), rows_SM.split(1), strict=True):
+            for guess, row_1M in zip(guesses.values(), torch.split(rows_SM, 1), strict=True):
                 guess.rows = row_1M
             return logits_SV
 

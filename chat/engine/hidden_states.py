@@ -54,11 +54,11 @@ class HeldRows:
             at += len(part)
         return found[0] if len(found) == 1 else torch.cat(found)
 
-    def keep_last(self, n: int) -> None:
-        """Drop the earliest rows, so that at most n stay."""
-        if self.end - self.start > n:
-            self._parts = [self.between(self.end - n, self.end).clone()]
-            self.start = self.end - n
+    def keep_from(self, start: int) -> None:
+        """Drop the rows of positions before `start`."""
+        if self.start < start < self.end:
+            self._parts = [self.between(start, self.end).clone()]
+            self.start = start
 
 
 class Watched:

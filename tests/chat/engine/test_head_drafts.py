@@ -133,7 +133,7 @@ def test_rows_are_replaced_where_positions_are_fed_again() -> None:
     held.add(6, rows_NR[16:18])
     assert held.between(4, 8).flatten().tolist() == [4, 5, 16, 17] and (held.start, held.end) == (3, 8)
     assert held.until(5).between(3, 5).flatten().tolist() == [3, 4]
-    held.keep_last(2)
+    held.keep_from(6)
     assert (held.start, held.end) == (6, 8) and held.between(6, 8).flatten().tolist() == [16, 17]
     held.add(11, rows_NR[:1])
     assert (held.start, held.end) == (11, 12), "rows between are missing"
@@ -148,5 +148,5 @@ def test_a_head_that_cannot_work_is_refused(model: Any) -> None:
     with pytest.raises(SpecError, match="hidden states"):
         HeadDrafter(lambda step: step, head, make_memory(head))  # type: ignore[arg-type]
     other = HybridMemory(head.memory_spec, "1MiB")
-    with pytest.raises(SpecError, match="made for"):
+    with pytest.raises(SpecError, match="another model"):
         Engine(head, other, None, speculation=Speculation(drafter=make_drafter(model)))
