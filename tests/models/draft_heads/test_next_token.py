@@ -14,6 +14,7 @@ from hybridmem.models import load_model
 from hybridmem.models.draft_heads import HiddenRows
 from tests.models.checkpoints import draw_tokens
 from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint
+from tests.models.families.deepseek import CONFIGS as FAMILIES
 from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config
 from tests.models.families.qwen3_next import qwen3_next_config
 from tests.tolerances import assert_logits_close
@@ -23,13 +24,14 @@ HOLDERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3-next": qwen3_next_config,
     "qwen3.5": qwen3_5_config,
     "qwen3.5-moe": qwen3_5_moe_config,
+    "deepseek-v3": FAMILIES["deepseek-v3"],
 }
 
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_modules_of_multi_token_prediction_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """All pairs of a text in uneven steps, with another sequence beside it; then a token that the head has drafted."""
-    peer = write_mtp_checkpoint(tmp_path, HOLDERS[name]())
+    peer = write_mtp_checkpoint(tmp_path, HOLDERS[name](), nextn=name.startswith("deepseek"))
     model = load_model(tmp_path, draft_head=True)
     head = model.draft_head
     assert head is not None and head.memory_spec.vocab_size == model.memory_spec.vocab_size
