@@ -161,6 +161,13 @@ def chat(
             show_default=False,
         ),
     ] = None,
+    draft_head: Annotated[
+        str,
+        typer.Option(
+            help="Draft with layers that read the model's hidden states, where that saves time: auto takes those of "
+            "the checkpoint, if it has any; or name a folder. --budget is for both."
+        ),
+    ] = "none",
 ) -> None:
     """Talk to a model; /edit, /undo, /regenerate and /branch change the conversation.
 
@@ -169,9 +176,11 @@ def chat(
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.commands.terminal import Settings, run_terminal
 
-        settings = Settings(budget, system, max_tokens, temperature, seed, resume, threads, draft_model, weights)
+        settings = Settings(
+            budget, system, max_tokens, temperature, seed, resume, threads, draft_model, draft_head, weights
+        )
         language_model, tokenizer = load(
-            model, device, dtype, weights, settings.check, reproducible=reproducible
+            model, device, dtype, weights, settings.check, reproducible=reproducible, draft_head=draft_head == "auto"
         )  # fmt: skip
         if model == "embedded" and sys.stdin.isatty():
             typer.echo(ABOUT_EMBEDDED, err=True)

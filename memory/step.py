@@ -135,8 +135,7 @@ class Step:
     def _leave(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        opened = self._entered()
-        packed = opened.packed
+        packed = (opened := self._entered()).packed
         try:
             if error is not None:
                 return
@@ -335,10 +334,11 @@ class Step:
             x_TM[run.at : run.at + run.n] = rows.to(x_TM)
         return x_TM
 
-    def select(self, hidden: Tensor) -> Tensor:
-        """Return the rows of hidden (T, ...) to output, as `outputs` says, in the caller's order."""
-        self._entered()
-        return hidden[self._output_rows.to(hidden.device)]
+    def select(self, hidden: Tensor, outputs: Rows | None = None) -> Tensor:
+        """Return rows of hidden (T, ...) in the caller's order: as `outputs` says, by default the step's own."""
+        packed = self._entered().packed
+        rows = self._output_rows if outputs is None else torch.from_numpy(output_rows(packed, outputs))
+        return hidden[rows.to(hidden.device)]
 
     # For recordings (`memory.recorded`)
 

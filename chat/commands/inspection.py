@@ -20,6 +20,7 @@ from hybridmem.chat.session.saved import SESSION_FILE, read_about
 from hybridmem.chat.stored.database import FILE, PREFIXES
 from hybridmem.memory import AttentionSpec, FormatError, MemorySpec, RecurrentSpec
 from hybridmem.memory.storage import CHECKPOINTS_FILE, read_blocks, read_family
+from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.gguf import GgufFile, is_gguf, read_gguf_config
@@ -245,7 +246,8 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
     config, model_class = read_config(path)
     if (coding := find_coding(config)) is not None and checkpoint is not None:
         checkpoint.decode_with(coding)
-    spec = build(model_class, config, checkpoint or DryCheckpoint(config.architectures[0], torch.float32)).memory_spec
+    model = build(model_class, config, checkpoint or DryCheckpoint(config.architectures[0], torch.float32))
+    spec = model.memory_spec
     dtype = config.dtype or config.get_text_config().dtype
     facts = {
         "dtype": str(dtype).removeprefix("torch."),
@@ -256,8 +258,10 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
     }
     if checkpoint is None:
         return facts | {"loads": "its config does; there are no weights beside it"}
+    head = model.load_draft_head(checkpoint) if isinstance(model, Decoder) else None
     left = checkpoint.leftovers()
     return facts | {
+        **({} if head is None else {"draft head": "yes: load_model(draft_head=True) and --draft-head auto take it"}),
         "tensors": len(checkpoint),
         **({"tensors of their own, although the config ties them": list(own)} if (own := checkpoint.differing) else {}),
         **({"tensors that nobody asks for": left[:MOST_TENSORS]} if left else {}),

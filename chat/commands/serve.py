@@ -24,6 +24,7 @@ from hybridmem.chat.commands.start import (
 )
 
 if TYPE_CHECKING:
+    from hybridmem.chat.engine.draft_models import JobDrafter
     from hybridmem.chat.engine.engine import Engine
     from hybridmem.chat.prompts import Tokenizer
     from hybridmem.chat.server import ServerOptions
@@ -47,6 +48,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
             replicas, which share a store instead.
     """
     from hybridmem.chat.commands.drafter import make_drafter
+    from hybridmem.chat.commands.head_drafter import AUTO, NONE, check_draft_options, make_head_drafter
     from hybridmem.chat.commands.serving import find_places, make_engine, memory_options
     from hybridmem.chat.engine.drafting import Speculation
     from hybridmem.chat.server import ServerOptions
@@ -61,17 +63,24 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     more = {"save_seconds": places.save_seconds, "pooling": pooling}
     options = ServerOptions(**chosen.arguments_of("server") | more)
 
+    check_draft_options(chosen["draft_model"], chosen["draft_head"], places.memory.get("rollback_window"))
+
     def check(unread: Unread) -> None:
         check_budget(unread.spec, **{name: places.memory[name] for name in ("budget", "rollback_window")})
 
     model, tokenizer = load(
         chosen["model"], chosen["device"], chosen["dtype"], chosen["weights"], check,
-        reproducible=chosen["reproducible"],
+        reproducible=chosen["reproducible"], draft_head=chosen["draft_head"] == AUTO,
     )  # fmt: skip
-    drafter, memory_arguments, has_cache = None, places.memory, chosen["prefix_cache"]
+    drafter: JobDrafter | None = None
+    memory_arguments, has_cache = places.memory, chosen["prefix_cache"]
     if chosen["draft_model"] is not None:
         drafter, memory_arguments = make_drafter(
             chosen["draft_model"], model, tokenizer, memory_arguments, weights=chosen["weights"], has_cache=has_cache
+        )
+    elif chosen["draft_head"] != NONE:
+        drafter, memory_arguments = make_head_drafter(
+            chosen["draft_head"], model, memory_arguments, weights=chosen["weights"], has_cache=has_cache
         )
     memory = HybridMemory(model.memory_spec, **memory_arguments)
     choose_threads(model, memory, chosen["threads"])

@@ -110,6 +110,10 @@ SERVE: tuple[Option, ...] = (
     Option("draft_model", "text", None,
            "Draft the next tokens of replies with this smaller model, where that saves time: a folder, a GGUF file or "
            "a hub id with the same tokenizer. --budget is for both. Replies stay the same."),
+    Option("draft_head", "text", "none",
+           "Draft with layers that read the model's hidden states, where that saves time: auto takes those of the "
+           "checkpoint, if it has any, such as layers for multi-token prediction; or name a folder. --budget is for "
+           "both. Replies stay the same."),
     Option("pooling", "text", None,
            "Embed a text by the last hidden state or the mean of all. By default, the checkpoint decides.",
            choices=("last", "mean")),

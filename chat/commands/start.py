@@ -46,7 +46,7 @@ class Unread:
 
 def load(
     model: str, device: str, dtype: str, weights: str, check: Callable[[Unread], None] | None = None, *,
-    reproducible: bool = False,
+    reproducible: bool = False, draft_head: bool = False,
 ) -> tuple[LanguageModel, Tokenizer]:  # fmt: skip
     """Load a model and its tokenizer, named by a folder, a hub id or "embedded". Raises the library's errors.
 
@@ -54,7 +54,7 @@ def load(
 
     Args:
         check: raises the errors of a command that cannot do its work with this model.
-        reproducible: see `load_model`.
+        reproducible, draft_head: see `load_model`.
     """
     from hybridmem.chat.prompts import load_tokenizer
     from hybridmem.models.loading.load import open_model
@@ -67,7 +67,7 @@ def load(
     spec, tokenizer = opened.dry_spec(format, reproducible=reproducible), load_tokenizer(opened.file or opened.place)
     if check is not None:
         check(Unread(tokenizer, opened.config, spec))
-    language_model = opened.load(weights=format, reproducible=reproducible)
+    language_model = opened.load(weights=format, reproducible=reproducible, draft_head=draft_head)
     show("")
     return language_model, tokenizer
 

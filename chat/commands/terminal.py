@@ -20,8 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridmem.chat.commands.drafter import make_drafter
+from hybridmem.chat.commands.head_drafter import NONE, check_draft_options, make_head_drafter
 from hybridmem.chat.commands.start import Unread, check_budget, choose_threads
 from hybridmem.chat.console import make_console
+from hybridmem.chat.engine.draft_models import JobDrafter
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer, encode_chat
@@ -52,10 +54,12 @@ class Settings:
     resume: str | None = None
     threads: int | None = None
     draft_model: str | None = None
+    draft_head: str = NONE
     weights: str = "auto"
 
     def check(self, unread: Unread) -> None:
         """Raise the errors of a model with which nobody can chat, before its weights are read."""
+        check_draft_options(self.draft_model, self.draft_head, None)
         check_budget(unread.spec, self.budget)
         if not unread.tokenizer.chat_template:
             raise FormatError(
@@ -73,10 +77,14 @@ def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings)
     Raises as `ChatSession` does when it is made or resumed.
     """
     options: dict[str, Any] = {"budget": settings.budget}
-    drafter = None
+    drafter: JobDrafter | None = None
     if settings.draft_model is not None:
         drafter, options = make_drafter(
             settings.draft_model, model, tokenizer, options, weights=settings.weights, has_cache=True
+        )
+    elif settings.draft_head != NONE:
+        drafter, options = make_head_drafter(
+            settings.draft_head, model, options, weights=settings.weights, has_cache=True
         )
     memory = HybridMemory(model.memory_spec, **options)
     choose_threads(model, memory, settings.threads)

@@ -7,7 +7,7 @@ grammar as the model itself. Where both models agree on the probabilities, the d
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,7 +21,7 @@ from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.sampler import Sampler, choose_rows
 from hybridmem.defaults import STEP_TOKENS
-from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
+from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, Step, StepError
 from hybridmem.memory.blocks import read_count
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.sequences import uninterrupted
@@ -47,6 +47,14 @@ class JobDrafter(Protocol):
         """Raise SpecError if the drafts could not be used by the model of this memory, with this tokenizer."""
         ...
 
+    def watch(self, model: LanguageModel, running: Callable[[], Iterable[Job]]) -> LanguageModel:
+        """Return the model that the engine is to run. It gives the same logits, and may tell the drafter more.
+
+        Args:
+            running: returns the jobs that may be in the step.
+        """
+        ...
+
     def n_behind(self, job: Job) -> int | None:
         """Return how many tokens must be fed before the job gets a draft. None: it gets none."""
         ...
@@ -64,27 +72,39 @@ class JobDrafter(Protocol):
 
 
 @dataclass
-class _Follower:
+class Follower:
     """Holds a sequence in the draft model's memory that follows the text of a job.
 
     Attributes:
         base: the tokens that the job's own sequence held before the request.
         n_settled: how many leading tokens were fed from the text. The tokens after them were guesses.
+        shift: the sequence's first token is the text's token with this index.
         n_taken_back: how many calls of the reply had been taken back then.
     """
 
     sequence: Sequence
     base: list[int]
     n_settled: int = 0
+    shift: int = 0
     n_taken_back: int = 0
+
+    @property
+    def n_known(self) -> int:
+        """Return how many leading tokens of its sequence are of the text."""
+        return min(self.n_settled, self.sequence.length)
 
 
 @dataclass
-class _Guess:
-    """Holds a draft that grows. `sampler` is None if each token is the likeliest."""
+class Guess:
+    """Holds a draft that grows. `sampler` is None if each token is the likeliest.
+
+    Attributes:
+        rows: what a draft head is fed beside `next_ids`, (n, M). None: hidden states of the model.
+    """
 
     most_tokens: int
     sampler: Sampler | None
+    rows: Tensor | None = None
     token_ids: list[int] = field(default_factory=list)
     next_ids: list[int] = field(default_factory=list)
     is_ended: bool = False
@@ -126,7 +146,7 @@ class ModelDrafter:
         self._tokenizer, self._step_tokens = tokenizer, step_tokens
         self._vocab_size = memory.spec.vocab_size
         self._target_size = memory.spec.vocab_size
-        self._followers: dict[Job, _Follower] = {}
+        self._followers: dict[Job, Follower] = {}
         self._left_out = set[Job]()
 
     def check(self, memory: HybridMemory, tokenizer: Tokenizer | None) -> None:
@@ -136,11 +156,14 @@ class ModelDrafter:
             raise SpecError("the draft model needs a memory of its own; make one from its memory_spec")
         self._target_size = memory.spec.vocab_size
 
+    def watch(self, model: LanguageModel, running: Callable[[], Iterable[Job]]) -> LanguageModel:
+        return model
+
     def n_behind(self, job: Job) -> int | None:
         if job in self._left_out:
             return None
-        follower = self._followers.get(job)
-        return job.n_base + len(job.tokens) - (0 if follower is None else min(follower.n_settled, _length(follower)))
+        follower, n_text = self._followers.get(job), job.n_base + len(job.tokens)
+        return n_text if follower is None else n_text - follower.shift - follower.n_known
 
     def draft(self, wanted: Mapping[Job, int]) -> Drafts:
         self.noted = []
@@ -159,8 +182,7 @@ class ModelDrafter:
             if follower is None or follower.sequence.closed:
                 return
             if self.prefixes is not None and not follower.sequence.is_swapped:
-                self._feeds(job, follower)  # This takes wrong guesses back.
-                self.prefixes.insert(follower.sequence, job.request.owner)
+                self._remember(job, follower, self.prefixes)
             self.memory.close(follower.sequence)
 
     def _swap_with_jobs(self) -> None:
@@ -191,7 +213,7 @@ class ModelDrafter:
 
     # The text of a job
 
-    def _follow(self, job: Job, wanted: Mapping[Job, int]) -> _Follower | None:
+    def _follow(self, job: Job, wanted: Mapping[Job, int]) -> Follower | None:
         """Return the sequence that follows a job. None: it will be forked from another choice's, a draft later."""
         follower = self._followers.get(job)
         if follower is not None:
@@ -199,34 +221,50 @@ class ModelDrafter:
                 self.memory.swap_in(follower.sequence)
             return follower
         base = [] if not job.n_base else job.live_sequence.tokens[: job.n_base].tolist()
-        n_shared = job.n_base + job.generation.n_prompt
         for other in job.others:
             source = self._followers.get(other)
             if source is None or source.sequence.is_swapped:
                 continue
-            if source.n_settled >= n_shared:
+            n_shared = job.n_base + job.generation.n_prompt - source.shift
+            if 0 <= n_shared <= source.n_settled:
                 with uninterrupted():
-                    fork = self._followers[job] = _Follower(self.memory.fork(source.sequence), base, n_shared)
+                    fork = Follower(self.memory.fork(source.sequence), base, n_shared, source.shift)
+                    self._followers[job] = fork
                 return fork
             if other in wanted:
                 return None
         with uninterrupted():
-            if self.prefixes is not None and not base:
-                sequence, _ = self.prefixes.open(job.tokens, job.request.owner)
-            else:
-                sequence = self.memory.open()
-            follower = self._followers[job] = _Follower(sequence, base, sequence.length)
+            follower = self._followers[job] = self._open(job, base)
         return follower
 
-    def _feeds(self, job: Job, follower: _Follower) -> list[int]:
+    def _open(self, job: Job, base: list[int]) -> Follower:
+        """Return a follower with a new sequence."""
+        if self.prefixes is not None and not base:
+            sequence, _ = self.prefixes.open(job.tokens, job.request.owner)
+        else:
+            sequence = self.memory.open()
+        return Follower(sequence, base, sequence.length)
+
+    def _remember(self, job: Job, follower: Follower, prefixes: PrefixCache) -> None:
+        """Keep the sequence of a job that has ended for prompts that begin like its text."""
+        self._roll_back(job, follower)
+        prefixes.insert(follower.sequence, job.request.owner)
+
+    def _feeds(self, job: Job, follower: Follower) -> list[int]:
+        """Roll back what differs from the text. Return the tokens that must still be fed. Empty: there is no draft."""
+        return self._roll_back(job, follower)
+
+    def _roll_back(self, job: Job, follower: Follower) -> list[int]:
         """Roll back what differs from the text. Return the tokens that must still be fed, at least one."""
-        own, n_text = follower.sequence, job.n_base + len(job.tokens)
+        own, shift = follower.sequence, follower.shift
+        n_text = job.n_base + len(job.tokens) - shift
         if follower.n_taken_back != job.generation.n_taken_back:
             follower.n_taken_back = job.generation.n_taken_back
-            follower.n_settled = min(follower.n_settled, job.n_base + job.generation.n_prompt)
-        start = min(follower.n_settled, own.length, n_text - 1)
+            n_prompt = max(0, job.n_base + job.generation.n_prompt - shift)
+            follower.n_settled = min(follower.n_settled, n_prompt)
+        start = min(follower.n_known, n_text - 1)
         held = own.tokens[start:].tolist()
-        text = self._text(job, follower, start)
+        text = self._text(job, follower, start + shift)
         n_same = next(
             (i for i, (a, b) in enumerate(zip(held, text, strict=False)) if a != b), min(len(held), len(text))
         )
@@ -234,10 +272,10 @@ class ModelDrafter:
         if reached < own.length:
             self.memory.rollback(own, to=reached)
         follower.n_settled = reached
-        return text[reached - start :] if reached >= start else self._text(job, follower, reached)
+        return text[reached - start :] if reached >= start else self._text(job, follower, reached + shift)
 
     @staticmethod
-    def _text(job: Job, follower: _Follower, start: int) -> list[int]:
+    def _text(job: Job, follower: Follower, start: int) -> list[int]:
         if start >= job.n_base:
             return job.tokens[start - job.n_base :]
         return [*follower.base[start:], *job.tokens]
@@ -250,19 +288,21 @@ class ModelDrafter:
             follower = self._follow(job, wanted)
             if follower is not None:
                 tokens = self._feeds(job, follower)
-                if (
-                    max(tokens) < self._vocab_size
-                ):  # Rows of pictures, and ids of a larger vocabulary, are unknown here.
+                if not tokens:
+                    continue
+                if max(tokens) < self._vocab_size:
                     feeds[job] = tokens
-                else:
+                else:  # Rows of pictures, and ids of a larger vocabulary, are unknown here.
                     self._left_out.add(job)
-        guesses = dict[Job, _Guess]()
+        guesses = dict[Job, Guess]()
         for job in sorted(feeds, key=lambda job: len(feeds[job])):
             tokens = feeds[job][:left]
             left -= len(tokens)
             if tokens:
                 is_ready = len(tokens) == len(feeds[job])
-                guesses[job] = _Guess(wanted[job] if is_ready else 0, _sampler_of(job), next_ids=tokens)
+                guesses[job] = Guess(wanted[job] if is_ready else 0, _sampler_of(job), next_ids=tokens)
+        if not guesses:
+            return {}
         self._advance(guesses)
         for job, guess in guesses.items():
             self._followers[job].n_settled += len(guess.next_ids)
@@ -274,7 +314,7 @@ class ModelDrafter:
         return {job: guess.token_ids for job, guess in guesses.items() if guess.token_ids}
 
     @staticmethod
-    def _going(guesses: dict[Job, _Guess]) -> dict[Job, _Guess]:
+    def _going(guesses: dict[Job, Guess]) -> dict[Job, Guess]:
         """Return the drafts that get one more token."""
         going = {
             job: guess
@@ -285,7 +325,7 @@ class ModelDrafter:
             guess.next_ids = guess.token_ids[-1:]
         return going
 
-    def _advance(self, guesses: dict[Job, _Guess]) -> None:
+    def _advance(self, guesses: dict[Job, Guess]) -> None:
         """Feed the next tokens, and guess one more for each draft that may grow."""
         started = time.perf_counter()
         step = self.memory.step([(self._followers[job].sequence, guess.next_ids) for job, guess in guesses.items()])
@@ -306,8 +346,12 @@ class ModelDrafter:
                     guess.sampler.add(token_id)
                     guess.is_ended = guess.sampler.is_stopped
 
-        take_step(self.model, step, choose, keep, uninterrupted())
+        take_step(self._model_of(guesses), step, choose, keep, uninterrupted())
         self.noted.append((sum(len(guess.next_ids) for guess in guesses.values()), time.perf_counter() - started))
+
+    def _model_of(self, guesses: dict[Job, Guess]) -> Callable[[Step], Tensor]:
+        """Return what computes logits in a step that feeds the next tokens of these drafts."""
+        return self.model
 
     def _fit(self, rows_SV: Tensor) -> Tensor:
         """Return the logits of the model's own vocabulary. Ids that the draft model lacks are never drafted."""
@@ -333,10 +377,6 @@ def check_same_tokens(tokenizer: Tokenizer, drafting: Tokenizer, name: str) -> N
                 f"the draft model {name} has another tokenizer: it encodes {text!r} as {others}, and the model as "
                 f"{ids}; choose a draft model of the same family"
             )
-
-
-def _length(follower: _Follower) -> int:
-    return follower.sequence.length
 
 
 def _sampler_of(job: Job) -> Sampler | None:

@@ -142,8 +142,10 @@ class Engine:
         self._serving = Serving(self)
         self._stepping = Lease()
         self._callbacks = Callbacks(self._scheduler)
+        drafter = speculation.drafter
+        run = model if drafter is None else drafter.watch(model, lambda: self._scheduler.running)
         self._stepper = Stepper(
-            model, memory, prefixes, self._scheduler, self._callbacks, self.stats, choose, clock, step_tokens,
+            run, memory, prefixes, self._scheduler, self._callbacks, self.stats, choose, clock, step_tokens,
             self.stop_ids, Drafting(memory, step_tokens, speculation, tokenizer),
         )  # fmt: skip
         self._finished: list[Generation] = []

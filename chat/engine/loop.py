@@ -75,8 +75,8 @@ def feed(
 
 
 def take_step(
-    model: LanguageModel, step: Step, choose: Callable[[Tensor, Step], ChosenT], keep: Callable[[ChosenT], None],
-    held: AbstractContextManager[Any],
+    model: Callable[[Step], Tensor], step: Step, choose: Callable[[Tensor, Step], ChosenT],
+    keep: Callable[[ChosenT], None], held: AbstractContextManager[Any],
 ) -> None:  # fmt: skip
     """Run the model on a step, choose, commit and keep.
 

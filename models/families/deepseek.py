@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hybridmem.models.draft_heads import NextTokenHead
 from hybridmem.models.layers.attention import Rotary
 from hybridmem.models.layers.decoder import Block, Decoder, Function, Mixer
 from hybridmem.models.layers.experts import (
@@ -24,6 +25,7 @@ from hybridmem.models.layers.experts import (
     softmax_then_choose,
 )
 from hybridmem.models.layers.latent_attention import load_latent_attention, load_latent_rotary
+from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.mlp import GatedMLP
 from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
@@ -71,6 +73,29 @@ class _DeepSeek(Decoder, ABC):
                 )
             )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
+        self._rotary = rotary
+        n_layers, n_heads = config.num_hidden_layers, int(getattr(config, "num_mtp_layers", 0) or 0)
+        self.draft_prefixes = tuple(f"model.layers.{i}." for i in range(n_layers, n_layers + n_heads))
+
+    def load_draft_head(self, checkpoint: Checkpoint) -> NextTokenHead | None:
+        """Return the first module of multi-token prediction, which is stored as the layer behind the last one.
+
+        Its embedding and output matrix are the model's, of which files may hold copies.
+        """
+        config, n_model = self.config, self.config.hidden_size
+        prefix = f"model.layers.{config.num_hidden_layers}"
+        if f"{prefix}.eh_proj.weight" not in checkpoint:
+            return None
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(checkpoint.take(f"{prefix}.{name}.weight", n_model), config.rms_norm_eps)
+
+        mixer = self._mixer(config, checkpoint, f"{prefix}.self_attn", 0, self._rotary)
+        has_experts = f"{prefix}.mlp.gate.weight" in checkpoint
+        feed_forward = (self._mixture if has_experts else self._mlp)(config, checkpoint, f"{prefix}.mlp")
+        layer = Block((norm("input_layernorm"), mixer), (norm("post_attention_layernorm"), feed_forward))
+        joined = Linear.load(checkpoint, f"{prefix}.eh_proj", n_model, 2 * n_model)
+        return NextTokenHead(self, (norm("enorm"), norm("hnorm")), joined, [layer], norm("shared_head.norm"))
 
     def _mixer(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary) -> Mixer:
         return load_latent_attention(config, checkpoint, prefix, i, rotary, is_interleaved=self.is_interleaved)
@@ -134,7 +159,7 @@ class DeepseekV2(_DeepSeek):
 class DeepseekV3(_DeepSeek):
     """Implements DeepSeek-V3, which chooses experts by their sigmoids plus biases that balance the experts' loads.
 
-    Its layers for multi-token prediction are not loaded.
+    Of its modules for multi-token prediction, the first is loaded as a draft head if it is wanted.
     """
 
     def __init__(self, config: DeepseekV3Config, checkpoint: Checkpoint) -> None:

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 class DeepseekV32(DeepseekV3):
     """Implements DeepSeek-V3.2, where each layer has an index. Its layers for multi-token prediction are not loaded."""
 
+    def load_draft_head(self, checkpoint: Checkpoint) -> None:
+        """Return None: a draft head whose attention has an index is not implemented."""
+
     has_interleaved_index = False
 
     def __init__(self, config: DeepseekV32Config, checkpoint: Checkpoint) -> None:

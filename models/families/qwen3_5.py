@@ -65,6 +65,11 @@ class Qwen35Moe(Qwen35):
     ) -> Callable[[Tensor], Tensor]:
         return load_mixture(config, checkpoint, prefix, renormalise=True)
 
+    def _draft_feed_forward(
+        self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str
+    ) -> Callable[[Tensor], Tensor]:
+        return load_mixture(config, checkpoint, prefix, renormalise=True)
+
 
 @register("MiniCPMV4_7ForConditionalGeneration")
 class MiniCPMV47(Qwen35):

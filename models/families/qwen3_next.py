@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridmem.memory import AttentionSpec
 from hybridmem.memory.recurrences import DeltaRuleShape
+from hybridmem.models.draft_heads import NextTokenHead
 from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of
 from hybridmem.models.layers.decoder import Block, Decoder, Mixer
 from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer, delta_shape_of
@@ -23,7 +24,7 @@ from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelErro
 from hybridmem.models.weights.dry import joined
 
 if TYPE_CHECKING:
-    from transformers import Qwen3NextConfig
+    from transformers import PreTrainedConfig, Qwen3NextConfig
 
 
 @register("Qwen3NextForCausalLM")
@@ -50,6 +51,35 @@ class Qwen3Next(Decoder):
                 )
             )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
+        self._rotary = rotary
+
+    def load_draft_head(self, checkpoint: Checkpoint) -> NextTokenHead | None:
+        """Return the module of multi-token prediction below `mtp`: a layer of attention, then what other layers have.
+
+        A checkpoint with several modules is read as having the first, which drafts all tokens.
+        """
+        if "mtp.fc.weight" not in checkpoint:
+            return None
+        config, n_model = self.config, self.config.hidden_size
+
+        def norm(name: str) -> RMSNorm:
+            return load_offset_norm(checkpoint, f"mtp.{name}", n_model, config.rms_norm_eps)
+
+        mixer = load_gated_attention(config, checkpoint, "mtp.layers.0.self_attn", 0, self._rotary)
+        feed_forward = self._draft_feed_forward(config, checkpoint, "mtp.layers.0.mlp")
+        layer = Block(
+            (norm("layers.0.input_layernorm"), mixer), (norm("layers.0.post_attention_layernorm"), feed_forward)
+        )
+        norms = norm("pre_fc_norm_embedding"), norm("pre_fc_norm_hidden")
+        joined = Linear.load(checkpoint, "mtp.fc", n_model, 2 * n_model)
+        return NextTokenHead(self, norms, joined, [layer], norm("norm"))
+
+    def _draft_feed_forward(
+        self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str
+    ) -> Callable[[Tensor], Tensor]:
+        if f"{prefix}.gate.weight" in checkpoint:
+            return load_mixture(config, checkpoint, prefix, renormalise=config.norm_topk_prob)
+        return GatedMLP.load(checkpoint, prefix, config.hidden_size, config.intermediate_size, config.hidden_act)
 
     def _mixer(self, config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary) -> Mixer:
         kind = config.layer_types[i]

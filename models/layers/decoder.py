@@ -173,8 +173,15 @@ class Decoder:
         )  # fmt: skip
 
     gives_hidden_states = True
+    draft_head: Any = None
+    """The checkpoint's own draft head (`models.draft_heads.DraftHead`), if it was loaded."""
+    draft_prefixes: tuple[str, ...] = ("mtp.",)
+    """What the names of the draft head's tensors begin with. They are not missed when the head is not loaded."""
     pictures: Pictures | None = None
     """Reads pictures for prompts. None: this model reads text alone, or its checkpoint has no tower."""
+
+    def load_draft_head(self, checkpoint: Checkpoint) -> Any:
+        """Return the draft head that the model's checkpoint holds, or None if it holds none that is implemented."""
 
     def see(self, pictures: Pictures | None) -> None:
         """Let rows of pictures be fed in place of tokens."""
@@ -190,6 +197,25 @@ class Decoder:
 
     is_recordable = True
     """Declares that a step's logits depend only on its tensors, so that `memory.recorded` may replay them."""
+
+    def hidden_rows(self, step: Step, after: Sequence[int] = ()) -> Tensor:
+        """Return what a draft head reads of all tokens of an open step, (T, (len(after) + 1) * M), in the step's order.
+
+        A row holds the token's residual stream after each of the layers `after`, ascending, and then its hidden state
+        after the last norm, from which `vocabulary.logits` makes logits.
+        """
+        x_TM, kept = step.embed(self._vocabulary.embed).to(self._residual_dtype), []
+        for i, layer in enumerate(self._layers):
+            x_TM = layer(x_TM, step)
+            if i in after:
+                kept.append(x_TM.clone())  # Layers may add to it in place.
+        normed_TM = self._norm(x_TM)
+        return torch.cat([*(x.to(normed_TM.dtype) for x in kept), normed_TM], -1) if kept else normed_TM
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """Return the embedding and the output matrix, which draft heads share."""
+        return self._vocabulary
 
     @on_step
     def __call__(self, step: Step) -> Tensor:

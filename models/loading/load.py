@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridmem.memory import MemorySpec, SpecError
 from hybridmem.memory.blocks import check_usable, read_device, read_dtype, refuse_arguments
 from hybridmem.memory.errors import FormatError, HybridMemoryError
+from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from hybridmem.models.loading.dry import DryCheckpoint
 from hybridmem.models.loading.folders import find_folder, read_config, unsupported
@@ -60,6 +61,7 @@ def load_model(
     weights: WeightFormat = "auto",
     progress: bool | None = None,
     reproducible: bool = False,
+    draft_head: bool = False,
     **unknown: Never,
 ) -> LanguageModel:
     """Load a model for inference.
@@ -73,6 +75,9 @@ def load_model(
             while they are read, on the CPU. With "int4", heads and embeddings still have 8 bits.
         reproducible: whether a row's logits have the same bits in any step, as a reproducible `HybridMemory` needs. On
             the CPU only.
+        draft_head: whether to load the draft head that the checkpoint holds, such as the layers for multi-token
+            prediction (`mtp.*`), as `model.draft_head`. It is None if there is none. Without this, the head stays
+            in the files.
         progress: whether to show a bar on stderr. The default is to show it on a terminal, for larger checkpoints.
     Raises:
         FormatError: files are missing, damaged, or do not fit the config. The message names the tensor.
@@ -86,7 +91,7 @@ def load_model(
     if unknown:
         refuse_arguments("load_model", (), unknown)
     return open_model(path_or_hub_id, device=device, dtype=dtype).load(
-        weights=weights, progress=progress, reproducible=reproducible
+        weights=weights, progress=progress, reproducible=reproducible, draft_head=draft_head
     )
 
 
@@ -130,7 +135,8 @@ class OpenedModel:
         return replace(dry.memory_spec, device=self.device, weights=None)
 
     def load(
-        self, *, weights: WeightFormat = "auto", progress: bool | None = None, reproducible: bool = False
+        self, *, weights: WeightFormat = "auto", progress: bool | None = None, reproducible: bool = False,
+        draft_head: bool = False,
     ) -> LanguageModel:  # fmt: skip
         """Read the weights. Arguments, errors and warnings are those of `load_model`."""
         checkpoint, kinds = self.checkpoint(), Counter[Kind]()
@@ -149,6 +155,10 @@ class OpenedModel:
                 taken_ahead(),
             ):
                 model = build(self.model_class, self.config, checkpoint)
+                if draft_head and isinstance(model, Decoder):
+                    model.draft_head = model.load_draft_head(checkpoint)
+        if isinstance(model, Decoder):
+            checkpoint.ignore(*checkpoint.names_below(model.draft_prefixes))
         checkpoint.warn_of_surprises()
         if self.file is not None:
             self.file.release()

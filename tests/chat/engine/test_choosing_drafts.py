@@ -29,6 +29,9 @@ class Drafter:
 
     def check(self, memory: object, tokenizer: object) -> None: ...
     def forget(self, job: object) -> None: ...
+    def watch(self, model: object, running: object) -> object:
+        return model
+
     def n_behind(self, job: object) -> int:
         return 1
 

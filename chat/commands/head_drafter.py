@@ -1,0 +1,53 @@
+"""Makes the drafter of an engine from a draft head, of the model's own checkpoint or of a folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridmem.chat.commands.drafter import draft_share
+from hybridmem.chat.engine.head_drafts import HeadDrafter
+from hybridmem.defaults import ROLLBACK_WINDOW
+from hybridmem.memory import HybridMemory, SpecError
+from hybridmem.memory.blocks import read_budget
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import LanguageModel
+from hybridmem.models.loading.draft_heads import load_draft_head
+
+NONE, AUTO = "none", "auto"
+"""What --draft-head may be beside a folder: no draft head, or the checkpoint's own, if it has one."""
+
+
+def check_draft_options(draft_model: str | None, draft_head: str, rollback_window: int | None) -> None:
+    """Raise SpecError if both a model and a head are to draft, or if their drafts could not be rolled back."""
+    if draft_head == NONE:
+        return
+    if draft_model is not None:
+        raise SpecError(f"--draft-model {draft_model} and --draft-head {draft_head}: only one can draft; leave one out")
+    if rollback_window == 0:
+        raise SpecError("--draft-head needs --rollback-window 8 or more, because wrong drafts are rolled back")
+
+
+def make_head_drafter(
+    name: str, model: LanguageModel, memory: dict[str, Any], *, weights: str, has_cache: bool
+) -> tuple[HeadDrafter | None, dict[str, Any]]:
+    """Return the drafter of a draft head, and the options of the memory beside which it drafts.
+
+    The budget is for both memories. It is divided so that both hold equally many sequences.
+
+    Args:
+        name: "auto" for the head that was loaded with the model, or a folder.
+        memory: the options of the model's memory, such as `budget`.
+        has_cache: whether the head keeps prefixes, as the model does.
+    Returns None and the same options if the checkpoint has no head, and none is named.
+    Raises:
+        SpecError: the model has no hidden states for draft heads. UnsupportedModelError, FormatError: the folder holds
+            no head for this model.
+    """
+    head = getattr(model, "draft_head", None) if name == AUTO else load_draft_head(name, model, weights=weights)
+    if head is None:
+        return None, memory
+    window, whole = memory.get("rollback_window", ROLLBACK_WINDOW), read_budget(memory["budget"])
+    share = draft_share(model.memory_spec, head.memory_spec, window)
+    own = HybridMemory(head.memory_spec, int(whole * share), rollback_window=window)
+    drafter = HeadDrafter(model, head, own, prefixes=PrefixCache(own) if has_cache else None)
+    return drafter, memory | {"budget": whole - own.budget_bytes}

@@ -1,0 +1,7 @@
+"""Contains draft heads: small layers that read a model's hidden states and draft its next tokens."""
+
+from hybridmem.models.draft_heads.interface import DraftHead
+from hybridmem.models.draft_heads.next_token import NextTokenHead
+from hybridmem.models.draft_heads.watched import HiddenRows
+
+__all__ = ["DraftHead", "HiddenRows", "NextTokenHead"]

@@ -1,0 +1,64 @@
+"""`serve --draft-head`: the checkpoint's own head or a folder's, one budget, and the same replies."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from hybridmem import EMBEDDED
+from hybridmem.chat.commands.inspection import inspect_path
+from hybridmem.memory import FormatError, SpecError
+from tests.chat.commands.test_draft_model import served
+from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint
+from tests.models.families.qwen3_5 import qwen3_5_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A random model with a head, and the tokenizer of the embedded one."""
+    vocab_size = json.loads((Path(EMBEDDED) / "config.json").read_text())["vocab_size"]
+    place = tmp_path / "with-a-head"
+    write_mtp_checkpoint(place, qwen3_5_config(vocab_size=vocab_size), is_often_right=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(Path(EMBEDDED) / name, place)
+    return place
+
+
+def test_a_draft_head_changes_no_reply_and_shares_the_budget(folder: Path, tmp_path: Path) -> None:
+    """Of the checkpoint, and of a folder that holds nothing else; without one, auto drafts nothing."""
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: x for n, x in tensors.items() if n.startswith("mtp.")}, alone / "model.safetensors")
+    shutil.copy(folder / "config.json", alone)
+    texts, drafted = set[tuple[str, ...]](), list[int]()
+    for draft_head in ("none", "auto", str(alone)):
+        engine = served(model=str(folder), draft_head=draft_head, budget="16MiB", threads=1).engine
+        for _ in range(9):  # A drafter is tried once the cost of plain steps is known.
+            generations = [engine.submit([i, 3, 5], max_tokens=40) for i in (1, 2)]
+            engine.run()
+        texts.add(tuple(generation.text for generation in generations))
+        drafted.append(engine.stats.n_drafted)
+        assert (engine.memory.budget_bytes == 16 << 20) == (draft_head == "none")
+    assert len(texts) == 1 and drafted[0] == 0 and min(drafted[1:]) > 0
+    engine = served(model="embedded", draft_head="auto", budget="16MiB", threads=1).engine
+    assert engine.memory.budget_bytes == 16 << 20, "it has no head"
+
+
+def test_inspect_says_that_a_checkpoint_has_a_head(folder: Path) -> None:
+    facts = inspect_path(folder).facts
+    assert "draft head" in facts and "tensors that nobody asks for" not in facts
+    assert "draft head" not in inspect_path(Path(EMBEDDED)).facts
+
+
+def test_options_that_exclude_each_other_and_folders_without_a_head_are_refused(folder: Path) -> None:
+    with pytest.raises(SpecError, match="leave one out"):
+        served(model=str(folder), draft_head="auto", draft_model="embedded", threads=1)
+    with pytest.raises(SpecError, match="--rollback-window"):
+        served(model=str(folder), draft_head="auto", rollback_window=0, threads=1)
+    with pytest.raises(FormatError, match="holds no draft head"):
+        served(model=str(folder), draft_head=EMBEDDED, threads=1)

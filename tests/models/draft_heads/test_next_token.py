@@ -1,0 +1,74 @@
+"""Modules of multi-token prediction against transformers' on the same random checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedConfig
+
+from hybridmem.memory import HybridMemory
+from hybridmem.models import load_model
+from hybridmem.models.draft_heads import HiddenRows
+from tests.models.checkpoints import draw_tokens
+from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint
+from tests.models.families.deepseek import CONFIGS as FAMILIES
+from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config
+from tests.models.families.qwen3_next import qwen3_next_config
+from tests.tolerances import assert_logits_close
+
+TOKENS = draw_tokens(24)
+HOLDERS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "qwen3-next": qwen3_next_config,
+    "qwen3.5": qwen3_5_config,
+    "qwen3.5-moe": qwen3_5_moe_config,
+    "deepseek-v3": FAMILIES["deepseek-v3"],
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_modules_of_multi_token_prediction_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """All pairs of a text in uneven steps, with another sequence beside it; then a token that the head has drafted."""
+    peer = write_mtp_checkpoint(tmp_path, HOLDERS[name](), nextn=name.startswith("deepseek"))
+    model = load_model(tmp_path, draft_head=True)
+    head = model.draft_head
+    assert head is not None and head.memory_spec.vocab_size == model.memory_spec.vocab_size
+    hidden_rows, memory = HiddenRows(model), HybridMemory(model.memory_spec, "2MiB", page_tokens=4)
+    with memory.step({memory.open(): TOKENS}) as step:
+        hidden_TM = hidden_rows(step)
+        logits_SV = model.vocabulary.logits(step.select(hidden_TM))
+    with memory.step({memory.open(): TOKENS}) as step:
+        assert torch.equal(model(step), logits_SV)
+    expected_TM = peer.hidden(TOKENS)
+    assert_logits_close(hidden_TM, expected_TM)
+
+    own = HybridMemory(head.memory_spec, "1MiB", page_tokens=4)
+    sequence, beside, logits = own.open(), own.open(), []
+    read_TM = head.read(hidden_TM)
+    for start, end in ((0, 9), (9, 10), (10, 23)):
+        requests = [(beside, [1, 2]), (sequence, TOKENS[start + 1 : end + 1])]
+        rows_TM = torch.cat([read_TM[:2], read_TM[start:end]])
+        with own.step(requests, outputs="all") as step:
+            logits_TV, next_TM = head(step, rows_TM)
+        logits.append(logits_TV[2:])
+    expected_TV, expected_next_TM = peer.draft(expected_TM[:-1], TOKENS[1:])
+    assert_logits_close(torch.cat(logits), expected_TV)
+
+    drafted = int(logits[-1][-1].argmax())
+    with own.step({sequence: [drafted]}) as step:
+        logits_SV, _ = head(step, next_TM[-1:])
+    again_TM = torch.cat([expected_TM[:-1], expected_next_TM[-1:]])
+    assert_logits_close(logits_SV[0], peer.draft(again_TM, [*TOKENS[1:], drafted])[0][-1])
+    own.check()
+
+
+def test_a_head_that_is_not_wanted_stays_in_the_files_without_a_warning(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    write_mtp_checkpoint(tmp_path, qwen3_5_config())
+    recwarn.clear()
+    model, other = load_model(tmp_path), load_model(tmp_path, draft_head=True)
+    assert model.draft_head is None and not [each for each in recwarn if "not used" in str(each.message)]
+    assert model.memory_spec.weights == other.memory_spec.weights, "sequences that were saved fit both"
