@@ -20,7 +20,7 @@ from benchmarks.harness import Report
 from hybridmem.memory import AttentionSpec, HybridMemory, IndexSpec
 from hybridmem.models import ARCHITECTURES, ATTACHABLE, load_model, plan_memory
 from hybridmem.models.families.rwkv7 import RWKV7Config
-from hybridmem.models.hf.attach import NOT_ATTACHED
+from hybridmem.models.hf.classes import NOT_ATTACHED
 from hybridmem.models.loading.architectures import REFUSED
 from hybridmem.models.loading.gguf.configs import classes_in_files
 

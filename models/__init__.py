@@ -19,12 +19,13 @@ from hybridmem.models.loading.load import from_transformers, load_model, plan_me
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from hybridmem.models.hf.attach import ATTACHABLE, Attached, attach
+    from hybridmem.models.hf.attach import Attached, attach
     from hybridmem.models.hf.cache import HybridCache
+    from hybridmem.models.hf.classes import ATTACHABLE
     from hybridmem.models.loading.trainable import Trainable, add_lora
 
 _LATER = {
-    "ATTACHABLE": "hf.attach", "Attached": "hf.attach", "HybridCache": "hf.cache", "Trainable": "loading.trainable",
+    "ATTACHABLE": "hf.classes", "Attached": "hf.attach", "HybridCache": "hf.cache", "Trainable": "loading.trainable",
     "add_lora": "loading.trainable", "attach": "hf.attach",
 }  # fmt: skip
 """Names that are imported when they are first used, and their modules."""

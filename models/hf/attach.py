@@ -11,85 +11,28 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
-from threading import Lock
 from types import TracebackType
 from typing import Any, NoReturn
-from weakref import ref
 
 import torch
-import transformers
 from torch import Tensor
-from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, Cache, GenerationMixin, PreTrainedModel
 
-from hybridmem.memory import AttentionSpec, BatchError, MemorySpec, RecurrentSpec, StepError
-from hybridmem.memory.blocks import ExitOnStack, has_ended, without_gradients
+from hybridmem.memory import AttentionSpec, BatchError, MemorySpec, StepError
+from hybridmem.memory.blocks import without_gradients
 from hybridmem.memory.errors import HybridMemoryError
+from hybridmem.models.hf.attention_config import ATTENTION, AttentionOf
 from hybridmem.models.hf.cache import HybridCache
+from hybridmem.models.hf.classes import ATTACHABLE, NOT_ATTACHED, RUN_WITHOUT_CACHE, TAKE_NO_OTHER_CACHE
 from hybridmem.models.hf.latent import attend_latent, check_latent
-from hybridmem.models.hf.mixers import MIXERS, WITH_SECOND_OUTPUT, Mix, MixMany, Module
+from hybridmem.models.hf.mixers import Module
 from hybridmem.models.hf.passes import CURRENT_PASS, Pass
 from hybridmem.models.hf.probe import check_mixer
+from hybridmem.models.hf.replacing import find_modules
 from hybridmem.models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
-
-ATTACHABLE = (
-    "BailingHybridForCausalLM",
-    "BambaForCausalLM",
-    "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "FalconH1ForCausalLM",
-    "FalconMambaForCausalLM",
-    "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM",
-    "KimiLinearForCausalLM",
-    "LaraMiniForCausalLM",
-    "Lfm2ForCausalLM",
-    "Lfm2MoeForCausalLM",
-    "Lfm3ForCausalLM",
-    "LlamaForCausalLM",
-    "Mamba2ForCausalLM",
-    "MambaForCausalLM",
-    "MiniMaxForCausalLM",
-    "MistralForCausalLM",
-    "NemotronHForCausalLM",
-    "OlmoHybridForCausalLM",
-    "Qwen3ForCausalLM",
-    "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM",
-    "Qwen3_5MoeForCausalLM",
-    "RecurrentGemmaForCausalLM",
-    "Zamba2ForCausalLM",
-    "ZambaForCausalLM",
-    "ZayaForCausalLM",
-    "xLSTMForCausalLM",
-)
-"""Classes of transformers models that `attach` accepts."""
-
-_INDEXED = "its attention asks the cache for the index's keys of all tokens, where the memory keeps one for each span"
-_CHOOSES = "its attention asks the cache for the index's keys of all tokens, where the memory chooses the rows itself"
-_BIASED = "its attention computes a bias for each token of the cache, where the memory adds one for each distance"
-
-NOT_ATTACHED = {
-    "DeepseekV32ForCausalLM": _CHOOSES,
-    "Glm5NextForConditionalGeneration": _INDEXED,
-    "GlmMoeDsaForCausalLM": _CHOOSES,
-    "Qwen4ExpForCausalLM": _INDEXED,
-    "Inkling2ForCausalLM": _BIASED,
-    "Inkling2LoopForCausalLM": _BIASED,
-    "InklingForCausalLM": _BIASED,
-    "RwkvForCausalLM": "its forward takes and returns a list of tensors, `state`, and no cache",
-}
-"""Classes that `load_model` loads and `attach` refuses, and why."""
-
-_TAKE_NO_OTHER_CACHE = ("MiniMaxForCausalLM",)
-"""Classes that refuse a cache of another class. If they are told to use none, they pass the cache on all the same."""
-
-_HAVE_OWN_CACHE = ("xLSTMForCausalLM",)
-"""Classes that read the states of their own class of cache, and so run without one; outputs name the given cache."""
-
-_ATTENTION = "hybrid_memory"
-"""Name under which transformers' `AttentionInterface` finds `_attend`."""
 
 
 def attach(hf_model: PreTrainedModel) -> Attached:
@@ -142,33 +85,27 @@ class Attached:
         self.memory_spec: MemorySpec = replace(spec, device=device, model=architecture)
         self._model = hf_model
         self._parameters = _signature_of(hf_model).parameters
-        self._cache_name = "cache" if "cache" in self._parameters else "past_key_values"  # the first since 5.24
-        check_latent(hf_model, self.memory_spec)
-        recurrent = [module for module in hf_model.modules() if _known(module) is not None]
-        layers = [i for i, own in enumerate(spec.layers) if any(isinstance(one, RecurrentSpec) for one in own)]
-        n_recurrences = len(layers)
-        self._numbered = [module for module in recurrent if not hasattr(module, "layer_idx")]
-        for module, layer in zip(self._numbered, layers, strict=False):
-            module.layer_idx = layer  # of xLSTM, whose modules do not know their layer
-        mixes = [(module, make(module)) for module in recurrent if (make := _known(module)) is not None]
-        if len(mixes) != n_recurrences:
-            raise UnsupportedModelError(
-                f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is "
-                f"known; this is transformers {transformers.__version__}, attach is tested with 5.23 and 5.24"
-            )
-        for module, mix in mixes:
-            check_mixer(module, mix, self.memory_spec, hf_model.config.get_text_config().hidden_size)
-        self._attention = _AttentionOf(hf_model.config)
-        self._forwards = [_Forward(module, _mixer_of(module, mix)) for module, mix in mixes]
+        prepared = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+        self._cache_name = "cache" if "cache" in prepared else "past_key_values"  # the first since 5.24
+        self._n_layers = hf_model.config.get_text_config().num_hidden_layers
+        self._runs_alone = architecture in RUN_WITHOUT_CACHE
+        if not self._runs_alone:
+            check_latent(hf_model, self.memory_spec)
+        replaced, self._numbered = find_modules(hf_model, spec, all_layers=self._runs_alone)
+        for one in replaced:
+            check_mixer(one, self.memory_spec, hf_model.config.get_text_config())
+        self._attention = AttentionOf(hf_model.config)
+        self._forwards = [_Forward(one.module, one.forward()) for one in replaced]
         self._forwards.append(_Forward(hf_model, self._run, self._cache_name, "position_ids"))
         self._prepare = hf_model.prepare_inputs_for_generation
         hf_model.prepare_inputs_for_generation = self._check_prompt
         # Assisted generation reads the cache from the model's outputs by the name of the cache's parameter. So it works
         # only with models that return the cache.
-        self._lifts_guard = type(hf_model)._is_stateful and self._cache_name in self._parameters
+        gives_cache = self._runs_alone or self._cache_name in self._parameters
+        self._lifts_guard = type(hf_model)._is_stateful and gives_cache
         if self._lifts_guard:
             hf_model._is_stateful = False
-        AttentionInterface.register(_ATTENTION, _attend)
+        AttentionInterface.register(ATTENTION, _attend)
 
     def detach(self) -> None:
         """Restore the model as it was before `attach`.
@@ -221,7 +158,7 @@ class Attached:
             self._check(given, cache) if isinstance(cache, HybridCache) else self._check_other(given)
         except HybridMemoryError:
             # Early-exit assisted generation changes this number for a while, and does not restore it after an error.
-            self._model.config.num_hidden_layers = len(self.memory_spec.layers)
+            self._model.config.get_text_config().num_hidden_layers = self._n_layers
             raise
         if not isinstance(cache, HybridCache):
             return original(**given)
@@ -230,11 +167,12 @@ class Attached:
         with (
             without_gradients(),
             cache.open_pass(*inputs) as current,
-            self._attention.taken(),
+            # Modules that are replaced call no attention of transformers; others may, over what no memory holds.
+            nullcontext() if self._runs_alone else self._attention.taken(),
             CURRENT_PASS.set_to(current),
         ):
             current.step.check_model(spec)
-            if type(self._model).__name__ in _TAKE_NO_OTHER_CACHE:
+            if type(self._model).__name__ in TAKE_NO_OTHER_CACHE:
                 given["use_cache"] = False  # Otherwise the model would refuse caches of other classes.
             if "position_ids" in self._parameters:
                 given["position_ids"] = current.position_ids
@@ -242,9 +180,11 @@ class Attached:
             if "cache_params" in self._parameters:
                 taken = "cache_params"
                 given[taken] = given.pop("past_key_values")
-            if type(self._model).__name__ not in _HAVE_OWN_CACHE:
+            if not self._runs_alone:
                 return original(**given)
-            output = original(**given | {taken: None, "use_cache": False})
+            # What has run knows the padding from the pass, so a mask would only be made larger, for nobody.
+            others = {"use_cache": False, taken: None, "attention_mask": None}
+            output = original(**given | {name: value for name, value in others.items() if name in self._parameters})
             if not isinstance(output, tuple):
                 output[taken] = cache  # where `generate` looks for it
             return output
@@ -283,6 +223,9 @@ class Attached:
             raise StepError("output_attentions=True; a memory's attention keeps no weights to show")
         if given.get("use_cache") is False:
             raise BatchError("use_cache=False with a HybridCache; leave out one of them")
+        for what in ("pixel_values", "pixel_values_videos", "state"):
+            if given.get(what) is not None:
+                raise BatchError(f"{what}= with a HybridCache, which remembers tokens alone; leave it out")
         if given.get("inputs_embeds") is not None or not isinstance(given.get("input_ids"), Tensor):
             raise BatchError("a HybridCache remembers tokens; give input_ids (rows, tokens), not inputs_embeds")
         most = getattr(self._model.config, "max_inference_chunksize", given["input_ids"].shape[1])
@@ -347,11 +290,6 @@ class _Forward:
             self._module.forward = self._before
 
 
-def _known(module: Module) -> Callable[[Module], Mix | MixMany] | None:
-    """Return the function that makes a `Mix` of a recurrent module or of a subclass; None for any other module."""
-    return next((MIXERS[base.__name__] for base in type(module).__mro__ if base.__name__ in MIXERS), None)
-
-
 def _is_compiled() -> bool:
     """True if torch.compile traces this call, or runs it uncompiled after a graph break.
 
@@ -366,23 +304,6 @@ def _signature_of(module: Module) -> inspect.Signature:
     """Return the signature of the class's `forward`. The object's own may be a wrapper without parameter names."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-def _mixer_of(module: Module, mix: Mix | MixMany) -> Callable[..., Any]:
-    has_second = any(base.__name__ in WITH_SECOND_OUTPUT for base in type(module).__mro__)
-
-    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        current = CURRENT_PASS.get()
-        if current is None:
-            return original(*args, **kwargs)
-        hidden = args[0] if args else kwargs["hidden_states"]
-        mixed = mix(current.pack(hidden), current.step)
-        if isinstance(mixed, tuple):
-            return tuple(map(current.unpack, mixed))
-        output = current.unpack(mixed)
-        return (output, None) if has_second else output
-
-    return run
 
 
 def _attend(
@@ -406,7 +327,7 @@ def _attend(
     if spec.value_dim is not None:
         return current.unpack(attend_latent(module, spec, current, query, scaling)), None
     q, k, v = (current.pack(t.transpose(1, 2)) for t in (query, key, value))
-    return current.unpack(current.step.attend(layer, q, k, v, scale=scaling)), None
+    return current.unpack(current.step.attend(layer, q, k, v, scale=scaling, softcap=kwargs.get("softcap"))), None
 
 
 def _check_attention(module: Module, layer: int, current: Pass, options: dict[str, Any]) -> AttentionSpec:
@@ -418,57 +339,6 @@ def _check_attention(module: Module, layer: int, current: Pass, options: dict[st
     what = f"{type(module).__name__} of layer {layer}"
     if (window := options.get("sliding_window")) != spec.window:
         raise StepError(f"{what} attends to {window} tokens, its memory holds {spec.window}")
-    for name in ("softcap", "s_aux"):
-        if options.get(name) is not None:
-            raise StepError(f"{what} wants {name}={options[name]!r}, which attach does not implement")
+    if options.get("s_aux") is not None:
+        raise StepError(f"{what} wants s_aux={options['s_aux']!r}, which attach does not implement")
     return spec
-
-
-class _AttentionOf:
-    """Makes modules with this config call `_attend`, without masks, while blocks run: `with attention.taken(): ...`.
-
-    Several threads may be inside of such blocks at the same time.
-    """
-
-    def __init__(self, config: PreTrainedConfig) -> None:
-        self._config, self._lock = config, Lock()
-        self._blocks: list[ref[Any] | None] = []
-        self._before = config._attn_implementation
-
-    def taken(self) -> _Taken:
-        return _Taken(self)
-
-    def mend(self, left: ref[Any] | None = None) -> None:
-        """Restore the config if no block runs except the one that is being left.
-
-        An exception may have kept the end of the last block from doing so.
-        """
-        with self._lock:
-            self._blocks = [b for b in self._blocks if b is not left and not has_ended(b)]
-            if not self._blocks and self._config._attn_implementation == _ATTENTION:
-                self._config._attn_implementation = self._before
-
-    def enter(self, block: ref[Any] | None) -> None:
-        with self._lock:
-            if self._config._attn_implementation != _ATTENTION:
-                self._before = self._config._attn_implementation
-            self._blocks.append(block)
-            self._config._attn_implementation = _ATTENTION
-
-
-class _Taken:
-    """Is the context manager that `_AttentionOf.taken` returns."""
-
-    def __init__(self, attention: _AttentionOf) -> None:
-        self._attention = attention
-        self._block: ref[Any] | None = None
-
-    def __enter__(self) -> None:
-        self._attention.enter(self._block)
-
-    __exit__ = ExitOnStack()
-
-    def _leave(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._attention.mend(left=self._block)

@@ -7,6 +7,8 @@ the part that makes values, as in `models.layers.latent_attention`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import transformers
 from torch import Tensor
@@ -50,13 +52,35 @@ def attend_latent(module: Module, spec: AttentionSpec, current: Pass, query: Ten
     n_rotary = rotary.shape[-1]
     plain_THN, rotated_THR = q_THD.split_with_sizes([q_THD.shape[-1] - n_rotary, n_rotary], -1)
     if any(base.__name__ in _IN_NEIGHBOURS for base in type(module).__mro__):
-        rotated_THR, rotary = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (rotated_THR, rotary))
-    weight = weights_of(module.kv_b_proj).weight.view(spec.n_query_heads, -1, latents.shape[-1])
+        rotated_THR, rotary = without_neighbours(rotated_THR), without_neighbours(rotary)
+
+    def attend(q_THD: Tensor, k_T1D: Tensor) -> Tensor:
+        return current.step.attend(current.attending, q_THD, k_T1D, scale=scale)
+
+    return absorb(module, (plain_THN, rotated_THR), torch.cat([latents, rotary], -1), attend)
+
+
+def without_neighbours(x: Tensor) -> Tensor:
+    """Return x with the first elements of all pairs before the second ones, instead of neighbours in pairs."""
+    return torch.cat([x[..., 0::2], x[..., 1::2]], -1)
+
+
+def absorb(
+    module: Module, q: tuple[Tensor, Tensor], rows_T1D: Tensor, attend: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Attend to latents: multiply queries by what makes keys of them, and what they find by what makes values.
+
+    Args:
+        q: the plain and the rotated part of each head's queries, (T, H, N) and (T, H, R).
+        rows_T1D: each token's latent and its rotary key.
+        attend: maps queries of the size of rows, and the rows, to what each head finds, (T, H, L).
+    Returns (T, H, V).
+    """
+    plain_THN, rotated_THR = q
+    n_latent = rows_T1D.shape[-1] - rotated_THR.shape[-1]
+    weight = weights_of(module.kv_b_proj).weight.view(plain_THN.shape[1], -1, n_latent)
     keys_HNL, values_HVL = weight.split_with_sizes([plain_THN.shape[-1], weight.shape[1] - plain_THN.shape[-1]], 1)
     absorbed_THL = (plain_THN.transpose(0, 1) @ keys_HNL).transpose(0, 1)
-    rows_T1D = torch.cat([latents, rotary], -1)
-    mixed_THL = current.step.attend(
-        current.attending, torch.cat([absorbed_THL, rotated_THR], -1), rows_T1D, scale=scale
-    )
+    mixed_THL = attend(torch.cat([absorbed_THL, rotated_THR], -1), rows_T1D)
     found_THV: Tensor = (mixed_THL.transpose(0, 1) @ values_HVL.mT).transpose(0, 1)
     return found_THV

@@ -19,6 +19,7 @@ from hybridmem.memory import Step
 from hybridmem.memory.recurrences import (
     MLSTM,
     RGLRU,
+    RWKV4,
     SSD,
     CausalConv,
     DeltaRule,
@@ -28,18 +29,23 @@ from hybridmem.memory.recurrences import (
     ShortConv,
     SSDShape,
 )
+from hybridmem.models.layers.delta_mixer import NAME
 from hybridmem.models.layers.mamba_mixers import head_spec, split_conv
 from hybridmem.models.layers.norms import SplitNorm
 from hybridmem.models.layers.query_key_conv import QueryKeyConv, around
+from hybridmem.models.layers.rwkv import TokenMix
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 Module = Any
 """A module of transformers. Its attributes have no static types."""
 
-Mix = Callable[[Tensor, Step], Tensor]
-"""A function that maps packed inputs of a mixer (N, M) to the mixer's outputs (N, M)."""
+Mix = Callable[..., Tensor]
+"""A function that maps packed inputs of a mixer (N, M) and the step to the mixer's outputs (N, M).
 
-MixMany = Callable[[Tensor, Step], tuple[Tensor, ...]]
+If it has parameters by keyword alone, it is given the arguments of these names of the module's call, packed as well.
+"""
+
+MixMany = Callable[..., tuple[Tensor, ...]]
 """The same, with several outputs (N, ...)."""
 
 
@@ -203,7 +209,7 @@ def _delta(
 
     def mix(x_TM: Tensor, step: Step) -> Tensor:
         qkv, gate, b, a = project(x_TM)
-        y_TI = step.recur(module.layer_idx, torch.cat([qkv, b.sigmoid() * most_beta, a], -1), recurrence)
+        y_TI = step.recur(module.layer_idx, torch.cat([qkv, b.sigmoid() * most_beta, a], -1), recurrence, name=NAME)
         heads = (-1, shape.value_dim)
         normed: Tensor = getattr(module, norm)(y_TI.reshape(heads), gate.reshape(heads))
         out_TM: Tensor = getattr(module, out)(normed.view(len(x_TM), -1))
@@ -251,7 +257,8 @@ def kimi_delta(module: Module) -> Mix:
     conv = _conv_of(module.conv1d)
     conv = replace(conv, weight_WE=conv.weight_WE.to(module.q_proj.weight.dtype))
     rates = _decay_of(forget).view(-1, 1).expand(n_heads, size).reshape(-1)
-    is_bounded = getattr(forget, "safe_gate", False)
+    # The second name is GLM-5.3's, which has a bound wherever it has a number.
+    is_bounded = getattr(forget, "safe_gate", False) or getattr(forget, "safe_gate_lower_bound", None) is not None
     decays = (None, None) if is_bounded else (forget.dt_bias.detach().float(), rates)
     recurrence = DeltaRule(shape, conv, *decays)
 
@@ -347,11 +354,45 @@ def zaya_projection(module: Module) -> MixMany:
     return mix
 
 
+def rwkv_time_mix(module: Module) -> Mix:
+    """Return the mix of averages of values that decay with age (RWKV-4)."""
+    token_mix = _token_mix(module, "attention_shift", "key", "value", "receptance")
+    rates_E, first_E = (getattr(module, f"time_{name}").detach().float() for name in ("decay", "first"))
+    recurrence = RWKV4(-rates_E.exp(), first_E)
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        key_TM, value_TM, receptance_TM = token_mix(x_TM, step)
+        rows_T2E = torch.stack([module.key(key_TM), module.value(value_TM)], 1)
+        y_TE = step.recur(module.layer_idx, rows_T2E, recurrence, name="wkv")
+        out_TM: Tensor = module.output(module.receptance(receptance_TM).sigmoid() * y_TE)
+        return out_TM
+
+    return mix
+
+
+def rwkv_channel_mix(module: Module) -> Mix:
+    """Return the mix of RWKV-4's feed-forward layer, which also reads the previous token."""
+    token_mix = _token_mix(module, "feed_forward_shift", "key", "receptance")
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        key_TM, receptance_TM = token_mix(x_TM, step)
+        out_TM: Tensor = module.receptance(receptance_TM).sigmoid() * module.value(module.key(key_TM).relu().square())
+        return out_TM
+
+    return mix
+
+
+def _token_mix(module: Module, name: str, *parts: str) -> TokenMix:
+    weights = (getattr(module, f"time_mix_{part}").detach() for part in parts)
+    return TokenMix(module.layer_idx, name, *((1 - w.float()).flatten().to(w.dtype) for w in weights))
+
+
 MIXERS: dict[str, Callable[[Module], Mix | MixMany]] = {
     "BailingHybridDeltaAttention": kimi_delta,
     "BambaMixer": mamba2,
     "FalconH1Mixer": falcon_h1_mamba,
     "FalconMambaMixer": falcon_mamba,
+    "Glm5NextTextLinearAttention": kimi_delta,
     "GraniteMoeHybridMambaLayer": mamba2,
     "JambaMambaMixer": jamba_mamba,
     "KimiLinearDeltaAttention": kimi_delta,
@@ -367,13 +408,13 @@ MIXERS: dict[str, Callable[[Module], Mix | MixMany]] = {
     "Qwen3NextGatedDeltaNet": qwen3_next_delta,
     "Qwen3_5GatedDeltaNet": qwen3_5_delta,
     "Qwen3_5MoeGatedDeltaNet": qwen3_5_delta,
+    "Qwen4ExpTextGatedDeltaNet": qwen3_5_delta,
     "RecurrentGemmaRecurrentBlock": recurrent_gemma_block,
+    "RwkvFeedForward": rwkv_channel_mix,
+    "RwkvSelfAttention": rwkv_time_mix,
     "Zamba2MambaMixer": mamba2,
     "ZambaMambaMixer": zamba_mamba,
     "ZayaCCAProjection": zaya_projection,
     "xLSTMLayer": xlstm_layer,
 }
 """Maps the class name of a recurrent module of transformers to the function that makes its mix."""
-
-WITH_SECOND_OUTPUT = ("MiniMaxLightningAttention", "RecurrentGemmaRecurrentBlock", "xLSTMLayer")
-"""Classes of `MIXERS` that return a second value beside their outputs, of which their layers make no use."""

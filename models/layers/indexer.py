@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NORM_EPS = 1e-6
-_CHOSEN = "rows that the last index chose"
+CHOSEN = "rows that the last index chose"
 """The note of a step that later layers read."""
 
 
@@ -81,8 +81,8 @@ class IndexedLatentAttention:
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         def choose(q_TC: Tensor) -> ChosenRows:
             if self.indexer is not None:
-                step.notes[_CHOSEN] = self.indexer(x_TM, q_TC, step)
-            chosen: ChosenRows = step.notes[_CHOSEN]
+                step.notes[CHOSEN] = self.indexer(x_TM, q_TC, step)
+            chosen: ChosenRows = step.notes[CHOSEN]
             return chosen
 
         return self.attention(x_TM, step, choose)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +25,7 @@ from hybridmem.models.weights.coded import as_floats
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_LAST, _LOCAL = "last tokens", "local"
+_LAST, LOCAL = "last tokens", "local"
 _DIGITS = (0, 8, 16)
 """By how many bits an id is shifted for each of its digits, which are below 256: so many are exact in 16-bit floats."""
 
@@ -56,21 +57,32 @@ class LastTokens:
         return (digits << self._shifts).sum(-1) - 1
 
 
+@dataclass(frozen=True)
 class NgramHashes:
     """Computes which rows of the table stand for the n-grams that end at each token.
 
-    Args:
-        number: the number of the layer among those with n-grams, from 0 on.
+    Attributes:
+        eos: the token at which n-grams end.
+        factors: an odd factor for each token of an n-gram, the newest first.
+        sizes, begins: how many rows each head has, and the first of them; heads of short n-grams come first.
     """
 
-    def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, number: int) -> None:
-        eos = config.eos_token_id
-        self._eos = int(eos[0] if isinstance(eos, list) else eos)
-        self._n, self._n_heads = config.ngram_size, config.heads_per_ngram
-        n_all = (self._n - 1) * self._n_heads
+    eos: int
+    factors: Tensor
+    sizes: Tensor
+    begins: Tensor
+
+    @staticmethod
+    def load(config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, number: int) -> tuple[NgramHashes, int]:
+        """Return the hashes of a layer, and how many rows its table has.
+
+        Args:
+            number: the number of the layer among those with n-grams, from 0 on.
+        """
+        eos, n = config.eos_token_id, config.ngram_size
+        n_all = (n - 1) * config.heads_per_ngram
         sizes = _primes_from(config.ngram_vocab_size_base, number * n_all, n_all)
         divisor = config.make_ngram_vocab_size_divisible_by
-        self.n_rows = math.ceil(sum(sizes) / divisor) * divisor
 
         def buffer(name: str, values: Sequence[int]) -> Tensor:
             """Return a buffer of the checkpoint, or these values if no file holds it."""
@@ -79,19 +91,36 @@ class NgramHashes:
                 return checkpoint.take_as_stored(name, len(values)).to(checkpoint.device)
             return torch.tensor(values, device=checkpoint.device)
 
-        self._factors = buffer("layer_multipliers", _factors(config.vocab_size, self._n, config.seed, number))
-        self._sizes = buffer("ngram_heads_vocab_sizes", sizes)
-        self._begins = buffer("ngram_heads_offsets", [sum(sizes[:i]) for i in range(n_all)])
+        hashes = NgramHashes(
+            int(eos[0] if isinstance(eos, list) else eos),
+            buffer("layer_multipliers", _factors(config.vocab_size, n, config.seed, number)),
+            buffer("ngram_heads_vocab_sizes", sizes),
+            buffer("ngram_heads_offsets", [sum(sizes[:i]) for i in range(n_all)]),
+        )
+        return hashes, math.ceil(sum(sizes) / divisor) * divisor
+
+    @property
+    def n_before(self) -> int:
+        """Return how many tokens before each one an n-gram has at most."""
+        return len(self.factors) - 1
 
     def __call__(self, ids_T: Tensor, before_TN: Tensor) -> Tensor:
         """Return (T, heads) rows for tokens and the ids before them. N-grams end at an end-of-sequence token."""
-        mixed_T, rows = ids_T * self._factors[0], list[Tensor]()
-        is_over_TN = ((before_TN == self._eos) | (before_TN < 0)).cumsum(1) > 0
-        before_TN = before_TN.masked_fill(is_over_TN, self._eos)
-        for i, sizes in enumerate(torch.split(self._sizes, self._n_heads)):
-            mixed_T = mixed_T ^ (before_TN[:, i] * self._factors[i + 1])
+        mixed_T, rows = ids_T * self.factors[0], list[Tensor]()
+        is_over_TN = ((before_TN == self.eos) | (before_TN < 0)).cumsum(1) > 0
+        before_TN = before_TN.masked_fill(is_over_TN, self.eos)
+        for i, sizes in enumerate(self.sizes.chunk(self.n_before)):
+            mixed_T = mixed_T ^ (before_TN[:, i] * self.factors[i + 1])
             rows.append(mixed_T[:, None] % sizes)
-        return torch.cat(rows, 1) + self._begins
+        return torch.cat(rows, 1) + self.begins
+
+
+def conv_with_gaps(taps_EW: Tensor, n_gap: int) -> ShortConv:
+    """Return a convolution over every `n_gap`-th token, with SiLU."""
+    n_channels, n_taps = taps_EW.shape
+    weight_WE = taps_EW.new_zeros((n_taps - 1) * n_gap + 1, n_channels)
+    weight_WE[::n_gap] = taps_EW.T
+    return ShortConv(CausalConv(weight_WE))
 
 
 class NgramEmbedding:
@@ -106,9 +135,9 @@ class NgramEmbedding:
         if n_taps < 2:
             raise UnsupportedModelError(f"ple_conv_kernel_size={n_taps}; implemented are two taps and more")
         embedding = f"{prefix}.ple_embedding"
-        self._hashes = NgramHashes(config, checkpoint, embedding, number)
+        self._hashes, n_rows = NgramHashes.load(config, checkpoint, embedding, number)
         n_heads = (config.ngram_size - 1) * config.heads_per_ngram
-        self._shards = _take_shards(checkpoint, f"{embedding}.ngram_embedding", self._hashes.n_rows, n_in // n_heads)
+        self._shards = _take_shards(checkpoint, f"{embedding}.ngram_embedding", n_rows, n_in // n_heads)
         self._last = LastTokens(layer, config.ngram_size - 1, checkpoint.dtype, checkpoint.device)
         self._key = Linear.load(checkpoint, f"{prefix}.key_proj", n_all, n_in)
         self._value = Linear.load(checkpoint, f"{prefix}.value_proj", n_model, n_in)
@@ -116,13 +145,11 @@ class NgramEmbedding:
             load_stream_norm(checkpoint, f"{prefix}.norm_{name}", n_streams, n_model, config.rms_norm_eps)
             for name in ("key", "query", "conv")
         )
-        taps_EW = take(f"{prefix}.conv1d.weight", n_all, 1, n_taps)[:, 0]
-        weight_WE = taps_EW.new_zeros((n_taps - 1) * n_gap + 1, n_all)
-        weight_WE[::n_gap] = taps_EW.T
-        self._conv = ShortConv(CausalConv(weight_WE))
+        self._conv = conv_with_gaps(take(f"{prefix}.conv1d.weight", n_all, 1, n_taps)[:, 0], n_gap)
         self._layer, self._n_streams, self._dtype = layer, n_streams, checkpoint.dtype
         self._sigmoid = steady(torch.sigmoid)
-        self.specs: tuple[RecurrentSpec, ...] = (self._last.spec, short_conv_spec(n_all, len(weight_WE), _LOCAL))
+        local = short_conv_spec(n_all, (n_taps - 1) * n_gap + 1, LOCAL)
+        self.specs: tuple[RecurrentSpec, ...] = (self._last.spec, local)
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         features = self._look_up(self._hashes(step.token_ids, self._last(step)))
@@ -131,7 +158,7 @@ class NgramEmbedding:
         gate_TS1 = agreement.sum(-1, keepdim=True) * agreement.shape[-1] ** -0.5
         gate_TS1 = self._sigmoid(gate_TS1.abs().clamp_min(1e-6).sqrt() * gate_TS1.sign())
         y_TE = (gate_TS1 * self._value(features)[:, None]).flatten(1)
-        return y_TE + step.recur(self._layer, self._conv_norm(y_TE), self._conv, name=_LOCAL)
+        return y_TE + step.recur(self._layer, self._conv_norm(y_TE), self._conv, name=LOCAL)
 
     def _look_up(self, rows_TN: Tensor) -> Tensor:
         """Return these rows of the table, one after the other for each token. Each shard gives its own."""

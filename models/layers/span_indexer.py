@@ -16,6 +16,7 @@ from hybridmem.memory import UNROTATED, ChosenRows, IndexSpec, Step
 from hybridmem.memory.recurrences import CausalConv, GatedPool, ShortConv, gated_pool_spec, short_conv_spec
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.attention import Attention, Rotary, turn
+from hybridmem.models.layers.decoder import Function
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.layers.norms import LayerNorm, load_offset_norm
 from hybridmem.models.weights.checkpoint import Checkpoint
@@ -23,48 +24,82 @@ from hybridmem.models.weights.checkpoint import Checkpoint
 if TYPE_CHECKING:
     from transformers import Glm5NextTextConfig, Qwen4ExpTextConfig
 
-_SPAN, _NORM_EPS = "span", 1e-6
+SPAN, _NORM_EPS = "span", 1e-6
+
+
+@dataclass(frozen=True)
+class MeanSpans:
+    """Remembers raw keys of tokens, and chooses spans by the means of their keys.
+
+    A convolution computes the means: its taps are equal, and its output counts at the last token of each span. The same
+    convolution brings the first token's angles to the last one. All heads of an index have the same weight.
+
+    Attributes:
+        layer: index in the model's memory spec.
+        norm: of means, before they are rotated.
+    """
+
+    layer: int
+    norm: Function
+    recurrence: ShortConv
+
+    @staticmethod
+    def of(layer: int, norm: Function, n_span: int, size: int, n_rotated: int, like: Tensor) -> MeanSpans:
+        """Make one for keys of `size` elements, of which the first are rotated, with the dtype and device of `like`."""
+        weight_WE = like.new_zeros(n_span, size + n_rotated)
+        weight_WE[:, :size] = 1 / n_span
+        weight_WE[0, size:] = 1
+        return MeanSpans(layer, norm, ShortConv(CausalConv(weight_WE, activation=False)))
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        n_span, n_channels = self.recurrence.conv.weight_WE.shape
+        return () if n_span == 1 else (short_conv_spec(n_channels, n_span, SPAN),)
+
+    def choose(self, q_THD: Tensor, k_TD: Tensor, angles: tuple[Tensor, Tensor], step: Step) -> ChosenRows:
+        """Choose spans for normed queries that are not rotated yet.
+
+        Args:
+            k_TD: raw keys of the tokens.
+            angles: cosines and sines of their positions, (T, 1, R / 2) each.
+        """
+        cos, sin = angles
+        q_THD = turn(q_THD, cos, sin)
+        if self.specs:
+            rows = torch.cat([k_TD, cos[:, 0], sin[:, 0]], -1)
+            found = step.recur(self.layer, rows, self.recurrence, name=SPAN)
+            k_TD, *angles_TR = found.split_with_sizes([k_TD.shape[1], cos.shape[-1], sin.shape[-1]], -1)
+            cos, sin = (each[:, None] for each in angles_TR)
+        k_T1D = turn(self.norm(k_TD)[:, None], cos, sin)
+        weights_TH = torch.ones(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
+        return step.choose(self.layer, q_THD, k_T1D, weights_TH)
 
 
 class MeanIndexer:
     """Chooses spans by the means of their tokens' keys: `chosen = indexer(x, step)`.
 
-    The mean is normed, and rotated by the position of the span's first token. A convolution computes it: its taps are
-    equal, and its output counts at the last token of each span. The same convolution brings the first token's angles
-    to the last one. All heads of an index have the same weight.
+    The mean is normed, and rotated by the position of the span's first token.
     """
 
     def __init__(
         self, config: Qwen4ExpTextConfig, checkpoint: Checkpoint, prefix: str, layer: int, rotary: Rotary
     ) -> None:
         n_heads, size, n_span = config.indexer_n_heads, config.indexer_head_dim, config.indexer_compress_ratio
-        self._layer, self._rotary, self._n_heads, self._size = layer, rotary, n_heads, size
+        self._rotary, self._n_heads, self._size = rotary, n_heads, size
         self._inputs = Linear.load(checkpoint, f"{prefix}.index_qk_proj", (n_heads + 1) * size, config.hidden_size)
-        self._q_norm, self._k_norm = (
+        self._q_norm, k_norm = (
             load_offset_norm(checkpoint, f"{prefix}.{x}_layernorm", size, config.rms_norm_eps) for x in "qk"
         )
         self.spec = IndexSpec(n_heads, size, config.indexer_budget, rotation=rotary.rotation, span_tokens=n_span)
         n_rotated = 2 * len(rotary.rotation.frequencies)
-        weight_WE = torch.zeros(n_span, size + n_rotated, dtype=checkpoint.dtype, device=checkpoint.device)
-        weight_WE[:, :size] = 1 / n_span
-        weight_WE[0, size:] = 1
-        self._recurrence = ShortConv(CausalConv(weight_WE, activation=False))
-        spans = () if n_span == 1 else (short_conv_spec(weight_WE.shape[1], n_span, _SPAN),)
-        self.specs: tuple[LayerSpec, ...] = (self.spec, *spans)
+        like = torch.empty(0, dtype=checkpoint.dtype, device=checkpoint.device)
+        self._spans = MeanSpans.of(layer, k_norm, n_span, size, n_rotated, like)
+        self.specs: tuple[LayerSpec, ...] = (self.spec, *self._spans.specs)
 
     def __call__(self, x_TM: Tensor, step: Step) -> ChosenRows:
         heads = self._inputs(x_TM).view(len(x_TM), -1, self._size)
-        q_THD, k_TD = self._q_norm(heads[:, : self._n_heads]), heads[:, -1]
-        cos, sin = self._rotary.angles(step, k_TD.dtype)
-        q_THD = turn(q_THD, cos, sin)
-        if self.spec.span_tokens > 1:
-            rows = torch.cat([k_TD, cos[:, 0], sin[:, 0]], -1)
-            found = step.recur(self._layer, rows, self._recurrence, name=_SPAN)
-            k_TD, cos, sin = found[:, None].split_with_sizes([self._size, cos.shape[-1], sin.shape[-1]], -1)
-            k_TD = k_TD[:, 0]
-        k_T1D = turn(self._k_norm(k_TD)[:, None], cos, sin)
-        weights_TH = torch.ones(q_THD.shape[:2], dtype=torch.float32, device=q_THD.device)
-        return step.choose(self._layer, q_THD, k_T1D, weights_TH)
+        angles = self._rotary.angles(step, heads.dtype)
+        return self._spans.choose(self._q_norm(heads[:, : self._n_heads]), heads[:, -1], angles, step)
 
 
 class PoolIndexer:
@@ -87,7 +122,7 @@ class PoolIndexer:
         bias_WE = take(f"{prefix}.index_kpool_compress_ape", n_span, size, dtype=torch.float32)
         self._recurrence = GatedPool(bias_WE)
         self.spec = IndexSpec(n_heads, size, config.index_topk, rotation=UNROTATED, span_tokens=n_span)
-        spans = () if n_span == 1 else (gated_pool_spec(size, n_span, _SPAN),)
+        spans = () if n_span == 1 else (gated_pool_spec(size, n_span, SPAN),)
         self.specs: tuple[LayerSpec, ...] = (self.spec, *spans)
 
     def __call__(self, x_TM: Tensor, q_TC: Tensor, step: Step) -> ChosenRows:
@@ -95,7 +130,7 @@ class PoolIndexer:
         k_TD = self._norm(self._keys(x_TM))
         if self.spec.span_tokens > 1:
             rows = torch.cat([k_TD, self._gates(x_TM)], -1)
-            k_TD = step.recur(self._layer, rows, self._recurrence, name=_SPAN)
+            k_TD = step.recur(self._layer, rows, self._recurrence, name=SPAN)
         weights_TH = self._weights(x_TM.float()) * self._n_heads**-0.5
         return step.choose(self._layer, q_THD, k_TD[:, None], weights_TH)
 

@@ -209,9 +209,7 @@ def from_transformers(
     check_usable("device", device := check_source(hf_model))
     read_as = _read_dtype(hf_model.dtype if dtype == "auto" else dtype, hf_model.config)
     checkpoint = LoadedCheckpoint(names[0], names_in_files(hf_model, hf_model.state_dict()), device, read_as)
-    for prefix, module in hf_model.named_modules():
-        if getattr(module, "layers_are_rescaled", False) and hf_model.config.rescale_every > 0:
-            _undo_rescaling(checkpoint, f"{prefix}.blocks", hf_model.config)
+    _undo_rescaling(checkpoint, hf_model)
     kinds = Counter[Kind]()
     with weights_in(weights, device), reproducible_rows(reproducible, device), noting_kinds(kinds):
         model = build(model_class, hf_model.config, checkpoint)
@@ -244,11 +242,13 @@ def names_in_files(hf_model: PreTrainedModel, tensors: dict[str, Tensor]) -> dic
     return converted
 
 
-def _undo_rescaling(checkpoint: Checkpoint, prefix: str, config: PreTrainedConfig) -> None:
+def _undo_rescaling(checkpoint: Checkpoint, hf_model: PreTrainedModel) -> None:
     """Undo transformers' rescaling of RWKV-4's weights, whose first forward halves them in place every few layers."""
-    for i in range(config.num_hidden_layers):
-        for name in ("attention.output", "feed_forward.value"):
-            checkpoint.scale(f"{prefix}.{i}.{name}.weight", 2.0 ** (i // config.rescale_every))
+    for prefix, module in hf_model.named_modules():
+        every = hf_model.config.rescale_every if getattr(module, "layers_are_rescaled", False) else 0
+        for i in range(hf_model.config.num_hidden_layers if every > 0 else 0):
+            for name in ("attention.output", "feed_forward.value"):
+                checkpoint.scale(f"{prefix}.blocks.{i}.{name}.weight", 2.0 ** (i // every))
 
 
 def find_adapter(hf_model: torch.nn.Module) -> str | None:
@@ -321,6 +321,7 @@ def spec_of_loaded(hf_model: PreTrainedModel, architecture: str) -> MemorySpec:
     spec = plan_memory(hf_model.config, architecture, dtype=hf_model.dtype)
     try:
         checkpoint = SampledCheckpoint(architecture, names_in_files(hf_model, hf_model.state_dict()), spec.dtype)
+        _undo_rescaling(checkpoint, hf_model)
         return build(ARCHITECTURES[architecture], hf_model.config, checkpoint).memory_spec
     except (FormatError, UnsupportedModelError):
         return spec

@@ -10,7 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hybridmem.memory import HybridMemory
@@ -29,7 +34,9 @@ GREEDY: dict[str, Any] = {
 def hf_model(name: str) -> PreTrainedModel:
     """One object for all tests, which leave it as they found it."""
     torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    config = CONFIGS[name]()
+    auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    model = auto.from_config(config).eval()
     randomise_(model)
     return model
 

@@ -16,10 +16,11 @@ from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, given, hf
 from tests.tolerances import assert_logits_close
 
 ONE_OF_EACH = (
-    "bailing-hybrid", "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "falcon-mamba", "granite-moe-hybrid", "jamba",
-    "kimi-linear", "lara-mini", "lfm2", "lfm2-moe", "lfm3", "llama", "mamba2", "mamba", "minimax", "mistral",
-    "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe", "recurrent-gemma", "xlstm", "zamba",
-    "zamba2", "zaya",
+    "bailing-hybrid", "bamba", "deepseek-v2", "deepseek-v3", "deepseek-v3.2", "falcon-h1", "falcon-mamba", "gemma2",
+    "gemma3", "glm-moe-dsa", "glm5-next", "granite-moe-hybrid", "inkling-two-of-four-experts", "inkling2",
+    "inkling2-loop", "jamba", "kimi-linear", "lara-mini", "lfm2", "lfm2-moe", "lfm3", "llama", "mamba2", "mamba",
+    "minimax", "mistral", "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen4-exp",
+    "recurrent-gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one.
 WITH_BIASES = (
@@ -29,6 +30,11 @@ WITH_BIASES = (
     "deepseek-v3-three-of-eight-experts-in-groups",
     "kimi-linear-two-of-eight-experts-in-groups",
     "falcon-h1-biases",
+    "gemma3-capped",
+    "glm5-next-two-of-eight-experts-in-groups",
+    "inkling2-loop-blocks-of-two",
+    "qwen4-exp-two-of-four-experts",
+    "rwkv-rescaled-tied",
     "lfm3-biases-untied",
     "minimax-two-of-four-experts",
     "olmo-hybrid-rope",

@@ -13,6 +13,7 @@ import transformers
 from transformers import Cache, DynamicCache
 
 from hybridmem.models import ATTACHABLE, HybridCache
+from hybridmem.models.hf.attentions import ATTENTIONS
 from hybridmem.models.hf.mixers import MIXERS
 from tests.models.checkpoints import CACHE_NAME, IS_RENAMED, MAMBA_CACHE_NAME
 
@@ -25,7 +26,7 @@ RIGHT_AS_INHERITED = {
 """Members of `Cache` that a `HybridCache` leaves as they are, and why that is right."""
 
 
-ONLY_IN_NEWER = {"LaraMiniForCausalLM"}
+ONLY_IN_NEWER = {"LaraMiniForCausalLM", "Inkling2LoopForCausalLM"}
 FOUND = [name for name in ATTACHABLE if hasattr(transformers, name)]
 
 
@@ -60,6 +61,9 @@ def test_classes_that_can_be_attached_are_there() -> None:
 @pytest.mark.parametrize("name", FOUND)
 def test_models_take_caches_by_a_name_that_attach_knows(name: str) -> None:
     taken = inspect.signature(getattr(transformers, name).forward).parameters
+    if name == "RwkvForCausalLM":
+        assert "state" in taken and CACHE_NAME not in taken  # which `attach` adds
+        return
     assert (MAMBA_CACHE_NAME if "Mamba" in name or "xLSTM" in name else CACHE_NAME) in taken
 
 
@@ -77,8 +81,8 @@ def classes() -> frozenset[str]:
     return frozenset(name for module in modules for name in vars(importlib.import_module(module)))
 
 
-@pytest.mark.parametrize("name", MIXERS)
-def test_recurrent_modules_are_called_as_attach_calls_them(name: str) -> None:
-    if not IS_RENAMED and name.removesuffix("GatedDeltaNet") + "ForCausalLM" in ONLY_IN_NEWER:
+@pytest.mark.parametrize("name", [*MIXERS, *ATTENTIONS])
+def test_modules_that_are_replaced_are_there(name: str) -> None:
+    if not IS_RENAMED and name.startswith(tuple(newer.removesuffix("ForCausalLM") for newer in ONLY_IN_NEWER)):
         return
     assert name in classes(), f"no module of transformers has a class {name}"

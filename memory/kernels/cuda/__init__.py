@@ -17,10 +17,10 @@ from hybridmem.memory.kernels.cuda.convolution import causal_conv
 from hybridmem.memory.kernels.cuda.matrix_states import matrix_scan
 from hybridmem.memory.kernels.cuda.norms import rms_norm
 from hybridmem.memory.kernels.cuda.page_choice import choose_pages, plan_choice
+from hybridmem.memory.kernels.cuda.row_choice import choose_rows
 from hybridmem.memory.kernels.cuda.rows import prepare, read_rows, write_rows_
 from hybridmem.memory.kernels.cuda.tree_attention import tree_attention
 from hybridmem.memory.kernels.cuda.vectors import linear_scan, softplus, stabilise, wkv4
-from hybridmem.memory.kernels.reference import choose_rows
 
 __all__ = [
     "attend_rows",

@@ -392,9 +392,9 @@ def test_mamba_takes_a_hybrid_cache_by_the_usual_name() -> None:
 
 def test_a_model_that_cannot_be_attached_is_refused() -> None:
     with pytest.raises(
-        UnsupportedModelError, match=f"because its forward takes and returns a list .*; these are: {ATTACHABLE[0]}"
+        UnsupportedModelError, match=f"because transformers has no such class; these are: {ATTACHABLE[0]}"
     ):
-        attach(hf_model("rwkv"))
+        attach(hf_model("rwkv7"))
     with pytest.raises(UnsupportedModelError, match="JambaModel cannot be attached"):
         attach(hf_model("jamba").base_model)
     with pytest.raises(UnsupportedModelError, match="weights on meta"):
@@ -438,7 +438,7 @@ def test_attach_goes_by_what_a_module_does_not_by_its_name() -> None:
 
 def test_what_attention_asks_for_and_a_memory_cannot_do_is_refused() -> None:
     with attached("llama", 1) as (model, cache):
-        for options, named in (({"softcap": 3.0}, "softcap=3.0"), ({"sliding_window": 7}, "attends to 7 tokens")):
+        for options, named in (({"s_aux": 3.0}, "s_aux=3.0"), ({"sliding_window": 7}, "attends to 7 tokens")):
             with pytest.raises(StepError, match=named):
                 logits(model, PROMPT, **given(cache), **options)
         assert cache.get_seq_length() == 0

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from hybridmem.memory import FormatError, HybridMemory, MismatchError
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import attach, from_transformers, load_model
-from hybridmem.models.hf.attach import ATTACHABLE
+from hybridmem.models.hf.classes import ATTACHABLE
 from hybridmem.models.loading.load import plan_memory
 from hybridmem.models.weights.signature import sample_of
 from tests.models.hf_models import hf_model
