@@ -114,7 +114,7 @@ def submit(engine: Engine, samplings: list[Sampling]) -> list[Generation]:
 
 def test_what_drafts_were_worth_is_counted_by_place_and_by_reply() -> None:
     model = Repeating()
-    speculation = Speculation(adapts=False)
+    speculation = Speculation(adapts=False, branches=1)  # In a chain, each token has a place of its own.
     engine = Engine(model, make_memory(model), None, stop_ids=(), speculation=speculation)
     said = engine.submit([1, 2, 3], max_tokens=40)
     engine.run()
