@@ -69,15 +69,15 @@ class Speculation:
     Attributes:
         looks_up: take drafts from the texts themselves (prompt lookup).
         adapts: draft only where measurements say that it pays. Replies are the same either way.
-        branches: drafts are trees of at most so many branches, where these promise more than a chain. 1: chains only.
-            Some memories take no trees, such as those with policies or storages. They get chains.
         drafter: drafts with a model, such as `ModelDrafter(small_model, its_memory)`. None: no model drafts.
+        branches: drafts of texts are trees of at most so many branches, where these promise more than a chain. 1:
+            chains only. Some memories take no trees, such as those with policies or storages. They get chains.
     """
 
     looks_up: bool = False
     adapts: bool = True
-    branches: int = BRANCHES
     drafter: JobDrafter | None = None
+    branches: int = BRANCHES
 
 
 @dataclass(frozen=True)
