@@ -6,7 +6,9 @@ smaller model (`chat.engine.draft_models`). None changes what a reply says.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -15,10 +17,13 @@ from hybridmem.chat.engine.draft_models import Drafts, JobDrafter
 from hybridmem.chat.engine.pace import LOST_SHARE, MARGIN, TRIED_SHARE, Ledger, Pace
 from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.engine.text_drafts import Rate, TextDrafts, lengths_of
+from hybridmem.chat.engine.token_trees import TokenTree, branch, has_branch_at, n_first
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.guesses import Guess
 from hybridmem.memory import HybridMemory, SpecError
+from hybridmem.memory.blocks import read_count
 
+_LOG = logging.getLogger("hybridmem.chat")
 MOST_DRAFTED = 32
 """A draft has at most this many tokens."""
 _PROBED = 3
@@ -45,6 +50,14 @@ _MODEL_REST = 15
 """After a step in which no draft paid, this many steps go without."""
 _LENGTHS = (1, 2, 3, 4, 6, 8)
 """The drafter's drafts have one of these lengths, whichever promises the most tokens a second."""
+BRANCHES = 1
+"""A draft has at most this many branches, unless `Speculation` says otherwise. Trees were not measured to pay."""
+_OF_SECONDS, _BRANCH_TOKENS = 0.4, 6
+"""Where the first guess is wrong, this share of the others is expected to be right before any was verified. Others have
+at most so many tokens.
+"""
+_SURE_RATE = 0.9
+"""Guesses that are right as often as this get no branches beside them."""
 _LEAST_REPLY = 32
 """A reply is expected to go on for as many tokens as it has, and at least for these."""
 
@@ -57,11 +70,14 @@ class Speculation:
         looks_up: take drafts from the texts themselves (prompt lookup).
         adapts: draft only where measurements say that it pays. Replies are the same either way.
         drafter: drafts with a model, such as `ModelDrafter(small_model, its_memory)`. None: no model drafts.
+        branches: drafts of texts are trees of at most so many branches, where these promise more than a chain. 1,
+            the default: chains only. Some memories take no trees, such as those with policies or storages. They get chains.
     """
 
     looks_up: bool = False
     adapts: bool = True
     drafter: JobDrafter | None = None
+    branches: int = BRANCHES
 
 
 @dataclass(frozen=True)
@@ -114,12 +130,16 @@ class Drafting:
         self._step_tokens = step_tokens
         self._adapts = speculation.adapts
         self._drafter = speculation.drafter
+        self._branches = read_count("branches", speculation.branches, 1)
+        if self._branches > 1 and (not self._most or not _takes_trees(memory)):
+            self._branches = 1
         if self._drafter is not None:
             if not self._most:
                 raise SpecError("a drafter needs a memory with a rollback window, such as rollback_window=32")
             self._drafter.check(memory, tokenizer)
         self._pace = Pace()
         self._texts, self._text_ledger = TextDrafts(looks_up=speculation.looks_up), Ledger()
+        self._seconds = Rate(_OF_SECONDS, kept=0.9)  # How often another guess is right if the first is wrong.
         self._rest, self._looking, self._n_drafted_steps = 0, 0.0, 0
         self._rates = WeakKeyDictionary[Job, Rate]()  # Of the drafter's drafts.
         self._rate_of_all = _OF_MODELS
@@ -181,11 +201,28 @@ class Drafting:
         started = time.perf_counter()
         guesses = {job: self._texts.find(job, self._possible(job, turn.room)) for job in turn.jobs}
         found = {job: guess for job, guess in guesses.items() if guess.token_ids}
-        lengths = self._choose_lengths(turn, found)
+        others = self._find_others(turn, found)
+        lengths, branched = self._choose_lengths(turn, found, others)
         for job in lengths:
             self._texts.feed(job, found[job])
         self._pause(turn, time.perf_counter() - started, found=bool(lengths))
-        return {job: found[job].token_ids[:n] for job, n in lengths.items()}
+        return {
+            job: branch(found[job].token_ids[:n], others.get(job, ()) if branched else ()) for job, n in lengths.items()
+        }
+
+    def _find_others(self, turn: _Turn, found: Mapping[Job, Guess]) -> dict[Job, list[list[int]]]:
+        """Return guesses beside the first, for jobs for which these may pay. In steps with prompts there are none."""
+        if self._branches == 1 or turn.is_mixed or (self._adapts and not self._is_often_right(self._seconds)):
+            return {}
+        others = dict[Job, list[list[int]]]()
+        for job, guess in found.items():
+            if self._adapts and self._texts.rate(job, guess).value >= _SURE_RATE:
+                continue
+            room = (turn.room - len(guess.token_ids)) // (self._branches - 1)
+            n_each = min(_BRANCH_TOKENS, room, self._possible(job, turn.room))
+            if n_each > 0 and (ways := self._texts.others(job, guess, n_each, self._branches - 1)):
+                others[job] = ways
+        return others
 
     def _pause(self, turn: _Turn, seconds: float, *, found: bool) -> None:
         """Let some steps go without looking, if nothing was found and looking takes too long."""
@@ -194,32 +231,53 @@ class Drafting:
             share = self._looking / self._pace.plain.of(turn.n)
             self._rest = min(_LONGEST_REST, int(share / _LOOKING_SHARE))
 
-    def _choose_lengths(self, turn: _Turn, found: dict[Job, Guess]) -> dict[Job, int]:
-        """Return how many tokens of their guesses to verify for which jobs: what promises the most tokens a second."""
+    def _choose_lengths(
+        self, turn: _Turn, found: dict[Job, Guess], others: Mapping[Job, list[list[int]]]
+    ) -> tuple[dict[Job, int], bool]:
+        """Return how many tokens of their guesses to verify for which jobs, and whether to verify others beside them.
+
+        It is what promises the most tokens a second.
+        """
         most = {job: len(guess.token_ids) for job, guess in found.items()}
         if not self._adapts or not found:
-            return most
+            return most, True
         pace, n, is_mixed = self._pace, turn.n, turn.is_mixed
         rates = {job: self._texts.rate(job, guess) for job, guess in found.items()}
         if not pace.knows(is_mixed=is_mixed):
             if is_mixed or not pace.plain.is_known:
-                return {}
+                return {}, False
             likely = [job for job, rate in rates.items() if rate.value >= _PROBED_RATE]
-            return {job: min(_PROBED, most[job]) for job in likely[:_TRIED_JOBS]}
+            return {job: min(_PROBED, most[job]) for job in likely[:_TRIED_JOBS]}, False
         if not self._text_ledger.allows(TRIED_SHARE, _FREE_STEPS * pace.plain.of(n)):
-            return {}
+            return {}, False
 
         # A job that is ahead of the others saves its row of later steps, while a token more for all saves a step.
         part = min(1.0, pace.plain.slope * n / pace.plain.of(n))
 
-        def speed(lengths: dict[Job, int]) -> float:
-            right = [rates[job].expected(n_tokens) for job, n_tokens in lengths.items()]
+        def speed(choice: tuple[dict[Job, int], bool]) -> float:
+            lengths, is_branched = choice
+            right, n_drafted = (
+                [rates[job].expected(n_tokens) for job, n_tokens in lengths.items()],
+                sum(lengths.values()),
+            )
+            if is_branched:
+                right = [n + self._gain(rates[job], others.get(job, [])) for n, job in zip(right, lengths, strict=True)]
+                n_drafted += sum(len(way) for job in lengths for way in others.get(job, []))
             of_all = min(right) if len(right) == n else 0.0
             worth = n * of_all + part * (sum(right) - len(right) * of_all)
-            return pace.speed(n, sum(lengths.values()), worth, is_mixed=is_mixed)
+            return pace.speed(n, n_drafted, worth, is_mixed=is_mixed, is_branched=is_branched)
 
-        best = max(lengths_of(rates, most), key=speed, default={})
-        return best if speed(best) >= MARGIN * speed({}) else {}
+        none, choices = dict[Job, int](), [(lengths, False) for lengths in lengths_of(rates, most)]
+        choices += [(lengths, True) for lengths, _ in choices if any(job in others for job in lengths)]
+        best = max(choices, key=speed, default=(none, False))
+        return best if speed(best) >= MARGIN * speed((none, False)) else (none, False)
+
+    def _gain(self, rate: Rate, others: list[list[int]]) -> float:
+        """Return how many tokens of other guesses are expected to be right, because the first one is wrong."""
+        if not others:
+            return 0.0
+        n_tokens = sum(map(len, others)) / len(others)
+        return (1 - rate.value) * self._seconds.value * (1 + rate.expected(int(n_tokens) - 1))
 
     def _possible(self, job: Job, room: int) -> int:
         """Return the most tokens of a draft that the job could use."""
@@ -331,7 +389,8 @@ class Drafting:
         right, self._right = self._right, {}
         n, n_fed, n_drafted = len(plan), sum(n_tokens for _, n_tokens in plan), sum(map(len, drafts.values()))
         pace, is_mixed = self._pace, n_fed > n
-        cost = pace.mixed if is_mixed else pace.drafted if drafts else pace.plain
+        branched = any(isinstance(draft, TokenTree) for draft in drafts.values())
+        cost = pace.mixed if is_mixed else pace.branched if branched else pace.drafted if drafts else pace.plain
         cost.note(n_fed + n_drafted, seconds - last.seconds)
         saved = 0.0
         if (drafts or last.seconds) and pace.plain.is_known:
@@ -350,12 +409,16 @@ class Drafting:
             self._ledger.note(seconds, -saved if last.seconds else 0.0)
         return saved
 
-    def count(self, job: Job, n_drafted: int, n_right: int) -> None:
-        """Count how many of a job's drafted tokens were right."""
+    def count(self, job: Job, draft: list[int], right: Sequence[int]) -> None:
+        """Count how many of a job's drafted tokens were right. `right` are their indices in the draft."""
         job.generation.n_drafts += 1
-        job.generation.n_drafted += n_drafted
-        job.generation.n_accepted += n_right
-        self._right[job] = n_right
+        job.generation.n_drafted += len(draft)
+        job.generation.n_accepted += len(right)
+        self._right[job] = len(right)
+        n_drafted = n_first(draft)
+        n_right = sum(node < n_drafted for node in right)
+        if n_right < n_drafted and has_branch_at(draft, n_right):
+            self._seconds.note(1, int(len(right) > n_right))
         if job not in self._last.modelled:
             self._texts.note(job, n_drafted, n_right)
             return
@@ -367,3 +430,16 @@ class Drafting:
         """Free what a drafter keeps for a job that has ended."""
         if self._drafter is not None:
             self._drafter.forget(job)
+
+
+def _takes_trees(memory: HybridMemory) -> bool:
+    """Return whether a memory takes steps over trees. The reason why not is logged."""
+    sequence = memory.open()
+    try:
+        memory.step({sequence: [0, 0]}, parents={sequence: [-1, -1]})  # It is never entered, so it changes nothing.
+    except SpecError as error:
+        _LOG.info("drafts are chains: %s", error)
+        return False
+    finally:
+        memory.close(sequence)
+    return True

@@ -27,6 +27,8 @@ TRIED_SHARE, LOST_SHARE = 0.01, 0.02
 """A drafter is tried again while it has lost at most the first share of the time. It is used at all while it has lost
 at most the second, whatever it promises.
 """
+_OF_TREES = 1.5
+"""Before steps with trees were measured, they are expected to cost this many times as much as those with chains."""
 MARGIN = 1.05
 """Drafts are used if they promise this many times the tokens a second that plain steps bring."""
 
@@ -146,30 +148,40 @@ class Pace:
     Attributes:
         plain: steps that only decode, without drafts. drafted: such steps with drafts, by all tokens that they feed.
         mixed: steps with prompts. model: the steps of a drafter.
+        branched: steps that only decode, in which drafts are trees, by all tokens that they feed. Recurrent layers may
+            compute a token once for each path that it is on.
     """
 
     plain: Cost = field(default_factory=Cost)
     drafted: Cost = field(default_factory=Cost)
     mixed: Cost = field(default_factory=Cost)
     model: Cost = field(default_factory=Cost)
+    branched: Cost = field(default_factory=Cost)
 
     def knows(self, *, is_mixed: bool) -> bool:
         """Return whether the costs of such steps are known, with and without drafts."""
         return self.plain.is_known and (self.mixed if is_mixed else self.drafted).is_known
 
-    def seconds(self, n_sequences: int, n_drafted: int, *, is_mixed: bool) -> float:
+    def seconds(self, n_sequences: int, n_drafted: int, *, is_mixed: bool, is_branched: bool = False) -> float:
         """Return the expected seconds of a step that decodes and verifies drafts.
 
         If it computes prompts as well, their seconds are left out.
         """
         if is_mixed:
             return self.plain.of(n_sequences) + n_drafted * self.mixed.slope
+        if is_branched:
+            n = n_sequences + n_drafted
+            return self.branched.of(n) if self.branched.is_known else _OF_TREES * self.drafted.of(n)
         return self.drafted.of(n_sequences + n_drafted) if n_drafted else self.plain.of(n_sequences)
 
-    def speed(self, n_sequences: int, n_drafted: int, n_right: float, *, is_mixed: bool = False) -> float:
+    def speed(
+        self, n_sequences: int, n_drafted: int, n_right: float, *, is_mixed: bool = False, is_branched: bool = False
+    ) -> float:
         """Return how many tokens a second a step is expected to bring.
 
         Args:
             n_drafted: how many tokens the drafts have together. n_right: how many of them are expected to be right.
+            is_branched: whether some drafts are trees.
         """
-        return (n_sequences + n_right) / self.seconds(n_sequences, n_drafted, is_mixed=is_mixed)
+        seconds = self.seconds(n_sequences, n_drafted, is_mixed=is_mixed, is_branched=is_branched)
+        return (n_sequences + n_right) / seconds

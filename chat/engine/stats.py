@@ -21,7 +21,8 @@ class EngineStats:
             last token is fed again for its output.
         n_steps: steps of the model.
         n_drafts: drafts that were verified. n_drafted, n_accepted: their tokens, and those of them that were right.
-        drafted_at, accepted_at: place in a draft, from 0 -> drafted tokens at that place, and the right ones of them.
+        drafted_at, accepted_at: place in a draft, from 0 -> drafts that had a token at that place, and those of them
+            whose token was right. Tokens of a tree that exclude each other have the same place.
         saved_seconds: the time that drafts have saved, by what plain steps take. It is negative if they lost time.
         n_preempted, n_swapped_in: how often a request was preempted, and how often a preempted request was swapped in
             again.
@@ -56,12 +57,12 @@ class EngineStats:
     def tokens_per_second(self) -> float:
         return self.n_fed / self.seconds if self.seconds else 0.0
 
-    def count_draft(self, n_drafted: int, n_right: int) -> None:
-        """Count the tokens of a draft that was verified."""
+    def count_draft(self, n_drafted: int, n_right: int, n_levels: int) -> None:
+        """Count the tokens of a draft that was verified. Its longest path has `n_levels` tokens."""
         self.n_drafts += 1
         self.n_drafted += n_drafted
         self.n_accepted += n_right
-        self.drafted_at.update(range(n_drafted))
+        self.drafted_at.update(range(n_levels))
         self.accepted_at.update(range(n_right))
 
     def __str__(self) -> str:

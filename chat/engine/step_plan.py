@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from hybridmem.chat.engine.choose import Plan
 from hybridmem.chat.engine.requests import LEAST_CHUNK_TOKENS, Job
 from hybridmem.chat.engine.scheduling import Scheduler
-from hybridmem.memory import BatchError, HybridMemory, SequenceError, Step
+from hybridmem.chat.engine.token_trees import TokenTree
+from hybridmem.memory import BatchError, HybridMemory, Sequence, SequenceError, Step
 from hybridmem.memory.step import Rows
 
 _OF_WAITING = 2
@@ -64,12 +65,12 @@ def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Ma
     The generation of that sequence has ended with an error then.
 
     Args:
-        drafts: tokens to feed after those of the plan. The step computes the logits of all of them, to verify them, and
-            of all tokens of prompts that are scored.
+        drafts: tokens to feed after those of the plan, as chains or trees. The step computes the logits of all of them,
+            to verify them, and of all tokens of prompts that are scored.
     """
     requests = [(job.live_sequence, [*job.tokens[job.n_fed : job.n_fed + n], *drafts.get(job, ())]) for job, n in plan]
     try:
-        return memory.step(requests, outputs=_outputs(plan, drafts))
+        return memory.step(requests, outputs=_outputs(plan, drafts), parents=_parents(drafts))
     except (BatchError, SequenceError):
         n_running = len(scheduler.running)
         for (job, _), request in zip(plan, requests, strict=True):
@@ -80,6 +81,15 @@ def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Ma
         if len(scheduler.running) == n_running:
             raise
         return None
+
+
+def _parents(drafts: Mapping[Job, list[int]]) -> dict[Sequence, list[int]] | None:
+    """Return the parents of the tokens that are fed where drafts are trees: the newest token of the text is the root.
+
+    None if all drafts are chains. Such steps may be replayed.
+    """
+    trees = {job: draft for job, draft in drafts.items() if isinstance(draft, TokenTree)}
+    return {job.live_sequence: [-1, *(parent + 1 for parent in tree.parents)] for job, tree in trees.items()} or None
 
 
 def _outputs(plan: Plan, drafts: Mapping[Job, list[int]]) -> Rows:

@@ -23,7 +23,8 @@ from hybridmem.chat.engine.scheduling import Scheduler
 from hybridmem.chat.engine.scoring import Scored, plan_scores, scores_of
 from hybridmem.chat.engine.stats import EngineStats
 from hybridmem.chat.engine.step_plan import open_step
-from hybridmem.chat.engine.verifying import choose_verified
+from hybridmem.chat.engine.token_trees import n_levels, right_nodes
+from hybridmem.chat.engine.verifying import accepted_of, choose_verified
 from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.masks import MasksAhead
 from hybridmem.memory import CapacityError, HybridMemory, Sequence, SequenceError, Step, StepError
@@ -113,8 +114,8 @@ class Stepper:
                 [rows_SV[0 if job in drafts else -1] for rows_SV, (job, _) in zip(rows, plan, strict=True)]
             )
             chosen = choose_verified(self.choose, *with_forks(firsts, plan, forks), rows, drafts, self.stop_ids)
-            kept = ((job, len(choices)) for (job, _), choices in zip(plan, chosen, strict=False))
-            step.accept({job.live_sequence: n for job, n in kept if job in drafts})
+            kept = ((job, choices) for (job, _), choices in zip(plan, chosen, strict=False))
+            step.accept({job.live_sequence: accepted_of(drafts[job], own) for job, own in kept if job in drafts})
             return chosen
 
         wanting = (job.sampler for job, n_tokens in plan if job.wants_choice(n_tokens) and job.sampler is not None)
@@ -135,9 +136,9 @@ class Stepper:
         """Count the tokens of a draft, and the right ones. Rejected tokens also count as fed."""
         self.stats.n_fed += 1 + len(draft) - len(choices)
         token_ids = [choice.token_id for choice in choices if isinstance(choice, Chosen)]
-        n_right = sum(a == b for a, b in zip(draft, token_ids, strict=False))
-        self.stats.count_draft(len(draft), n_right)
-        self.drafting.count(job, len(draft), n_right)
+        right = right_nodes(draft, token_ids)
+        self.stats.count_draft(len(draft), len(right), n_levels(draft))
+        self.drafting.count(job, draft, right)
 
     def _record(self, job: Job, n_tokens: int) -> None:
         """Count `n_tokens` more of the job's tokens as fed."""

@@ -106,6 +106,16 @@ class TextDrafts:
             followed.unfed = guess, len(job.tokens)
         return guess
 
+    def others(self, job: Job, guess: Guess, n_tokens: int, most: int) -> list[list[int]]:
+        """Return up to `most` other ways in which the text may go on, of up to `n_tokens` tokens each.
+
+        Each begins with another token than the guess.
+        """
+        assert job.sampler is not None, "made when it was admitted"
+        several = self._of(job).guesses.several(n_tokens, most + 1)
+        ways = [other.token_ids for other in several if other.token_ids[0] != guess.token_ids[0]]
+        return [way[:n] for way in ways[:most] if (n := job.sampler.possible(way))]
+
     def feed(self, job: Job, guess: Guess) -> None:
         """Note that tokens of this guess will be verified."""
         followed = self._of(job)

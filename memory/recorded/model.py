@@ -48,6 +48,10 @@ _ENOUGH = 4
 _PENDING_STEPS = 64
 """Within how many steps a layout must occur again for its second recording. Meanwhile no other layout is recorded."""
 _NEVER = 1 << 62
+_MOST_UNLIKE = 3
+"""A layout is refused once so many pairs of its steps have made different calls. Fewer may be by chance: for example,
+products prepare their arguments anew between two steps.
+"""
 
 Model = Callable[[Step], Tensor]
 
@@ -100,6 +104,7 @@ class _CpuRecordings(Kept["Recording"]):
         super().__init__()
         self._living: dict[int, weakref.ref[Recording]] = {}
         self._pending: tuple[Hashable, int] | None = None
+        self._n_unlike: dict[Hashable, int] = {}
 
     def may_record(self, key: Hashable, *, after: int, most: int) -> bool:
         """Count a layout as `Kept.may_record` does.
@@ -124,11 +129,17 @@ class _CpuRecordings(Kept["Recording"]):
         self._living[id(recording)] = weakref.ref(recording)
         output = recording.run(lambda: model(watched), lambda: step.is_open, self._free_bytes)
         recording.served = step.served
+        is_unlike = False
         if earlier is not None:
+            was_possible = recording.objection is None and earlier.objection is None
             recording.confirm(earlier)
+            is_unlike = was_possible and recording.objection is not None
         self._pending = None if earlier is not None else (key, self.n_steps)
         if recording.objection is None:
             self.keep(key, recording)
+        elif is_unlike and (n_unlike := self._n_unlike.get(key, 0) + 1) < _MOST_UNLIKE:
+            self._n_unlike[key] = n_unlike
+            self.forget(key)
         else:
             _LOG.info("steps of %s run as ever, because they cannot be recorded: %s", model, recording.objection)
             self._pending = None

@@ -101,12 +101,12 @@ class CompiledProduct:
     n_per_code: int
     pieces: tuple[CompiledProduct, ...] = ()
     _fields_of_pieces: np.ndarray | None = field(default=None, repr=False)
-    _behind_norm: _Call | None = field(default=None, repr=False)
+    _behind_norm: dict[tuple[CompiledProduct, ...], _Call] = field(default_factory=dict, repr=False)
     _of_gated: _Call | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out cached calls, because a copy's weights are at other addresses."""
-        return {**vars(self), "_fields_of_pieces": None, "_behind_norm": None, "_of_gated": None}
+        return {**vars(self), "_fields_of_pieces": None, "_behind_norm": {}, "_of_gated": None}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -193,15 +193,18 @@ class CompiledProduct:
         return out
 
     def _call_behind(self, norm: Norm, *others: CompiledProduct) -> _Call | None:
-        """Return constant arguments for calls of a norm and products of its rows; None if kernels cannot do them."""
-        call = self._behind_norm
-        if call is None or call.norm is not norm or call.others != others:
+        """Return constant arguments for calls of a norm and products of its rows; None if kernels cannot do them.
+
+        They are kept for each choice of other products. Otherwise a prompt between two steps, which computes some of
+        these products one by one, would move the arguments, and neither step could be replayed for the other.
+        """
+        call = self._behind_norm.get(others)
+        if call is None or call.norm is not norm:
             if not all(other.kind.is_called_like(self.kind) for other in others):
                 return None
             if (weight := self._prepared(norm.weights)) is None:
                 return None
-            call = _Call.of(norm, weight, [self.n_in], norm.eps, self, *others)
-            self._behind_norm = call
+            call = self._behind_norm[others] = _Call.of(norm, weight, [self.n_in], norm.eps, self, *others)
         return call
 
     def _call_of_gated(self, norm: GroupedNorm | None) -> _Call | None:

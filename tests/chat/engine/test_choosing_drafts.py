@@ -57,7 +57,7 @@ def decode(
         drafts = drafting.propose(plan)
         clock[0] += _STEP + _ROW * sum(map(len, drafts.values()))
         for job, draft in drafts.items():
-            drafting.count(job, len(draft), min(n_right, len(draft)))
+            drafting.count(job, draft, range(min(n_right, len(draft))))
             n_tokens += min(n_right, len(draft))
         n_tokens += n_jobs
         n_drafting += bool(drafts)
@@ -113,7 +113,7 @@ def copy_text(
         clock[0] += _STEP + row * len(draft) + (0.5 if draft and n_slow >= 0 else 0.0)
         n_right = next((i for i, (a, b) in enumerate(zip(draft, said[n_said:], strict=False)) if a != b), len(draft))
         if draft:
-            drafting.count(cast(Job, job), len(draft), n_right)
+            drafting.count(cast(Job, job), draft, range(n_right))
         job.generation.token_ids += said[n_said : n_said + n_right + 1]
         job.tokens += said[n_said : n_said + n_right + 1]
         n_drafted, n_steps = n_drafted + len(draft), n_steps + 1
@@ -148,7 +148,7 @@ def test_a_reply_that_repeats_does_not_slow_down_the_others() -> None:
         plan = [(cast(Job, job), 1) for job in (jobs if at % 3 else jobs[:1])]
         drafts = drafting.propose(plan)
         for job, draft in drafts.items():
-            drafting.count(job, len(draft), len(draft))
+            drafting.count(job, draft, range(len(draft)))
         n_drafted += sum(map(len, drafts.values())) if len(plan) == 8 else 0
         for i, (job, _) in enumerate(plan):
             new = 1 + len(drafts.get(job, []))

@@ -22,7 +22,7 @@ from hybridmem.models import LanguageModel
 from tests.chat.engines import draw_sampling, make_memory, run_checked
 from tests.toy import Toy
 
-ALWAYS = Speculation(looks_up=True, adapts=False)
+ALWAYS = Speculation(looks_up=True, adapts=False, branches=4)
 
 
 class Repeating(Toy):

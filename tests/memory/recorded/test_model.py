@@ -241,6 +241,28 @@ def test_what_python_knows_is_not_replayed(kind: type[Attends]) -> None:
     assert model.n_runs == 30
 
 
+class Prepares(Attends):
+    """Prepares an argument anew, as products do, in the steps of the given numbers."""
+
+    def __init__(self, *at: int) -> None:
+        super().__init__()
+        self.at, self.prepared = at, torch.ones(80)
+
+    def factor(self, step: Step, rows: Tensor) -> Tensor:
+        if self.n_runs in self.at:
+            self.prepared = self.prepared.clone()
+        return self.prepared
+
+
+@pytest.mark.parametrize(("at", "n_runs"), [((), 7), ((7,), 13), ((7, 13), 19), ((7, 13, 19), 60)])
+def test_two_steps_that_differ_once_are_recorded_again(at: tuple[int, ...], n_runs: int) -> None:
+    """An argument that was prepared anew between the two recordings is no reason to run all later steps."""
+    model = Prepares(*at)
+    memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=64)
+    step_on(model, memory, memory.open(), 60)
+    assert model.n_runs == n_runs
+
+
 def test_weights_may_change_in_place_and_threads_in_number() -> None:
     model = Attends()
     memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)

@@ -11,7 +11,7 @@ import torch
 from hybridmem.memory.kernels import Weights
 from hybridmem.models.layers.linear import Linear, add_gated_mlp, add_product, normed_products
 from hybridmem.models.layers.norms import GatedNorm, LayerNorm, RMSNorm
-from hybridmem.models.products import packed
+from hybridmem.models.products import few_rows_kernels, packed
 from hybridmem.models.products.few_rows import MOST_ROWS
 from hybridmem.models.weights.formats import IntegerFormat, weights_in
 
@@ -101,3 +101,22 @@ def test_a_choice_of_kernels_is_honoured(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
     assert linear.compiled.normed(x, norm) is None
     assert linear.compiled.gated(x, None, None, torch.zeros(2, 12)) is None
+
+
+def test_a_call_has_the_same_arguments_after_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt computes the parts of a gated MLP one by one. Steps of few rows before and after it are replayed."""
+    calls, gated_mlp = list[object](), few_rows_kernels.gated_mlp
+    monkeypatch.setattr(few_rows_kernels, "gated_mlp", lambda *args: (calls.append(args[0]), gated_mlp(*args)))
+    gate, up, down = (Linear(torch.randn(16, 16)) for _ in range(3))
+    norm, x = RMSNorm(torch.ones(16), 1e-5), torch.randn(2, 16)
+    for rows in (x, x.repeat(MOST_ROWS, 1), x):
+        add_gated_mlp(rows, norm, gate, up, down, scale=1.0)
+        normed_products(x, norm, gate, up)
+    assert len(calls) == 2 and calls[0] is calls[1]
+
+
+def test_calls_are_made_anew_for_another_norm() -> None:
+    linear, x = Linear(torch.randn(12, 16)), torch.randn(2, 16)
+    for weight in (torch.ones(16), torch.randn(16)):
+        norm = RMSNorm(weight, 1e-5)
+        assert torch.equal(normed_products(x, norm, linear)[0], linear(norm(x)))
