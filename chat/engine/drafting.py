@@ -71,7 +71,7 @@ class Speculation:
         adapts: draft only where measurements say that it pays. Replies are the same either way.
         drafter: drafts with a model, such as `ModelDrafter(small_model, its_memory)`. None: no model drafts.
         branches: drafts of texts are trees of at most so many branches, where these promise more than a chain. 1,
-            the default: chains only. Some memories take no trees, such as those with policies or storages. They get chains.
+            the default: chains only. Memories with policies or storages take no trees, and get chains.
     """
 
     looks_up: bool = False

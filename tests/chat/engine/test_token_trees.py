@@ -129,7 +129,9 @@ def test_a_memory_that_takes_no_trees_gets_chains(caplog: pytest.LogCaptureFixtu
         model.memory_spec.with_storage(next(iter(STORAGES.values()))), "4MiB", rollback_window=8, page_tokens=4
     )
     with caplog.at_level("INFO", logger="hybridmem.chat"):
-        engine = Engine(model, memory, None, stop_ids=(), speculation=Speculation(looks_up=True, adapts=False, branches=4))
+        engine = Engine(
+            model, memory, None, stop_ids=(), speculation=Speculation(looks_up=True, adapts=False, branches=4)
+        )
     assert "drafts are chains: trees of drafts are not for" in caplog.text
     generation = engine.submit([1, 2, 3, 1, 2, 4, 1, 2], max_tokens=20)
     engine.run()
