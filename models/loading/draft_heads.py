@@ -20,7 +20,7 @@ def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "a
 
     Args:
         path_or_hub_id: a folder or hub id whose safetensors hold the head, under the names that a checkpoint of the
-            model has for a head of its own. "embedded" is the head that ships with the embedded model.
+            model has for a head of its own.
         weights: as for `load_model`.
     Raises:
         FormatError: there is no head, or it does not fit the model.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,6 +77,10 @@ class GgufCheckpoint(Checkpoint):
         """
         (one,), (another,) = self._sources(name), self._sources(other)
         return self._file.holds_equal(one, another)
+
+    def names_below(self, prefixes: Iterable[str]) -> list[str]:
+        """Return no names: heads that draft are not read from GGUF files, and `leftovers` leaves their layers out."""
+        return []
 
     def leftovers(self) -> list[str]:
         """Return the names in the file of tensors that were not taken, leaving out layers that only draft tokens."""
