@@ -99,7 +99,7 @@ def test_a_chat_answers_and_goes_on_after_a_restart(real: Real, tmp_path: Path) 
         return Engine(real.model, HybridMemory(real.model.memory_spec, BUDGET), tokenizer=real.tokenizer)
 
     with ChatSession(engine(), max_tokens=24) as session:
-        assert "Paris" in session.say("What is the capital of France?").text
+        assert "Paris" in session.say("What is the capital of France? Answer in one sentence.").text
         assert "Rome" in session.say("And what is the capital of Italy?").text
         session.save(tmp_path / "session")
         after = session.say("Which of the two is further north?").text
