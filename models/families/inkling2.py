@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory import Step
+from hybridmem.memory.kernels import steady
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.families.inkling import attention_spec_of, head_sizes
 from hybridmem.models.layers.block_attention import BlockAttention, MessageGate
@@ -165,7 +166,7 @@ class SinkingAttention:
         self._most, self._most_weights = config.qk_l2_clip_threshold, config.rel_l2_clip_threshold
         self._bias = DistanceBias.load(checkpoint, f"{prefix}.rel_logits_proj.proj", config.d_rel, n_distances)
         self._scale = LogScale(config.log_scaling_n_floor, config.log_scaling_alpha) if is_full else unscaled
-        self._sinks = torch.zeros(spec.n_query_heads, device=checkpoint.device)
+        self._sinks, self._sigmoid = torch.zeros(spec.n_query_heads, device=checkpoint.device), steady(torch.sigmoid)
         self.specs: tuple[LayerSpec, ...] = (spec, self._conv.spec)
 
     def at(self, layer: int) -> SinkingAttention:
@@ -195,7 +196,7 @@ class SinkingAttention:
         y_THD = step.attend(
             self._layer, self._scale(q_THD, step), _clip(k_TGD, self._most), v_TGD, sinks=self._sinks, bias=bias_THL
         )
-        return self._out(y_THD.flatten(1) * gate.sigmoid())
+        return self._out(y_THD.flatten(1) * self._sigmoid(gate))
 
 
 def _clip(x_THD: Tensor, most: float) -> Tensor:

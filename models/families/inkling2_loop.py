@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory import Step
+from hybridmem.memory.kernels import RowProduct
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.families.inkling2 import PREVIOUS, ROOT, BlockLayer, Inkling2, Messages
 from hybridmem.models.layers.block_attention import BlockAttention, MessageGate
@@ -91,5 +92,6 @@ def _load_messages(config: Inkling2LoopTextConfig, checkpoint: Checkpoint, loop:
             )
             for name in ("attn", "k", "v", "mlp")
         ]  # fmt: skip
-        found.append(Messages(BlockAttention(torch.stack([inputs[0], rows[0], rows[1], inputs[1]])), gates))
+        queries = RowProduct(torch.stack([inputs[0], rows[0], rows[1], inputs[1]]))
+        found.append(Messages(BlockAttention(queries), gates))
     return found

@@ -141,7 +141,7 @@ def _taps_of(conv: Module, dtype: torch.dtype | None = None) -> Tensor:
 
 def _bias_of(module: Module) -> DistanceBias:
     """Return the bias of a module whose `proj` holds profiles of the nearest distances."""
-    return DistanceBias(F.pad(weights_of(module).proj.detach(), (0, 1)))
+    return DistanceBias.of(weights_of(module).proj.detach())
 
 
 # Latent attention with an index

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hybridmem.memory.kernels import RowProduct
 from hybridmem.models.layers.linear import Linear
 from hybridmem.models.weights.checkpoint import Checkpoint
 
@@ -23,23 +24,28 @@ _EPS = 1e-6
 class BlockAttention:
     """Mixes the normed rows of a token by weights that learned queries give them.
 
+    A row's bits do not depend on the other tokens if the model is made to be reproducible.
+
     Attributes:
-        queries_QM: float32.
+        queries: weights (Q, M), float32.
     """
 
-    queries_QM: Tensor
+    queries: RowProduct
 
     @staticmethod
     def load(checkpoint: Checkpoint, name: str, n_model: int, n_queries: int = 1) -> BlockAttention:
         shape = (n_model,) if n_queries == 1 else (n_queries, n_model)
-        return BlockAttention(checkpoint.take(name, *shape, dtype=torch.float32).view(-1, n_model))
+        return BlockAttention(RowProduct(checkpoint.take(name, *shape, dtype=torch.float32).view(-1, n_model)))
 
     def __call__(self, x_TBM: Tensor) -> Tensor:
         """Return a mixture for each query, (T, Q, M)."""
-        n_model = x_TBM.shape[-1]
+        n_tokens, n_blocks, n_model = x_TBM.shape
         rows_TBM = F.rms_norm(x_TBM.float(), (n_model,), eps=_EPS)
-        scores_TQB = self.queries_QM @ rows_TBM.transpose(1, 2) * n_model**-0.5
-        mixed_TQM: Tensor = scores_TQB.softmax(-1) @ rows_TBM
+        scores_TBQ = self.queries(rows_TBM.reshape(-1, n_model)).view(n_tokens, n_blocks, -1) * n_model**-0.5
+        weights_TQB = scores_TBQ.transpose(1, 2).softmax(-1)
+        mixed_TQM = weights_TQB[:, :, :1] * rows_TBM[:, :1]
+        for b in range(1, n_blocks):  # A product of matrices may add in another order for another number of tokens.
+            mixed_TQM = mixed_TQM + weights_TQB[:, :, b : b + 1] * rows_TBM[:, b : b + 1]
         return mixed_TQM.to(x_TBM.dtype)
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory import Step
+from hybridmem.memory.kernels import RowProduct
 from hybridmem.models.weights.checkpoint import Checkpoint
 
 
@@ -21,19 +22,24 @@ class DistanceBias:
     """Computes the bias of each query's scores, as `Step.attend` takes it.
 
     Attributes:
-        profiles_RL: profiles over distances, of which the last column is of all greater distances.
+        profiles: the product with profiles over distances (L, R), of which the last is of all greater distances.
     """
 
-    profiles_RL: Tensor
+    profiles: RowProduct
 
     @staticmethod
     def load(checkpoint: Checkpoint, name: str, n_profiles: int, n_distances: int) -> DistanceBias:
         """Load profiles of the nearest distances. At others there is no bias."""
-        return DistanceBias(F.pad(checkpoint.take(name, n_profiles, n_distances), (0, 1)))
+        return DistanceBias.of(checkpoint.take(name, n_profiles, n_distances))
+
+    @staticmethod
+    def of(profiles_RN: Tensor) -> DistanceBias:
+        """Make one from the profiles of the nearest N distances."""
+        return DistanceBias(RowProduct(F.pad(profiles_RN, (0, 1)).T.contiguous()))
 
     def __call__(self, weights_THR: Tensor) -> Tensor:
         """Return the bias (T, H, L), float32, of queries that weight the profiles so."""
-        return (weights_THR @ self.profiles_RL).float()
+        return self.profiles(weights_THR.flatten(0, 1)).float().view(*weights_THR.shape[:2], -1)
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from hybridmem.memory.kernels import steady
 from hybridmem.models.layers.linear import Linear, activation_by, add_gated_mlp, add_product, normed_products
 from hybridmem.models.weights.checkpoint import Checkpoint
 
@@ -71,11 +72,13 @@ class CappedMLP:
     up: Linear
     down: Linear
     caps: tuple[float, float]
+    _tanh: Callable[[Tensor], Tensor] = field(default_factory=lambda: steady(torch.tanh))
+    _sigmoid: Callable[[Tensor], Tensor] = field(default_factory=lambda: steady(torch.sigmoid))
 
     def __call__(self, x_TM: Tensor) -> Tensor:
         gate_TF, up_TF = self.gate(x_TM), self.up(x_TM)
-        capped = (torch.tanh(x / cap) * cap for x, cap in zip((gate_TF, up_TF), self.caps, strict=True))
-        return self.down(next(capped) * gate_TF.sigmoid() * next(capped))
+        capped = (self._tanh(x / cap) * cap for x, cap in zip((gate_TF, up_TF), self.caps, strict=True))
+        return self.down(next(capped) * self._sigmoid(gate_TF) * next(capped))
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,10 @@ from tests.subjects import IS_FULL
 
 BY_DEFAULT = {
     "gemma3-capped": "float32 auto", "jamba-two-of-four-experts": "float32 auto", "glm5-next": "float32 auto",
-    "recurrent-gemma": "float32 auto",
+    "recurrent-gemma": "float32 auto", "inkling2-loop": "float32 auto",
 }  # fmt: skip
-"""Families that together have dense, windowed, latent and indexed attention, experts, and recurrences of all kinds of
-products.
+"""Families that together have dense, windowed, latent and indexed attention, attention with biases and over depth,
+experts, and recurrences of all kinds of products.
 """
 KINDS = ("float32 auto", "bfloat16 auto", "float32 int8", "bfloat16 int4")
 N_HISTORIES, N_TOKENS = 10_000, 80
