@@ -43,7 +43,7 @@ class BlockAttention:
         rows_TBM = F.rms_norm(x_TBM.float(), (n_model,), eps=_EPS)
         scores_TBQ = self.queries(rows_TBM.reshape(-1, n_model)).view(n_tokens, n_blocks, -1) * n_model**-0.5
         weights_TQB = scores_TBQ.transpose(1, 2).softmax(-1)
-        mixed_TQM = weights_TQB[:, :, :1] * rows_TBM[:, :1]
+        mixed_TQM: Tensor = weights_TQB[:, :, :1] * rows_TBM[:, :1]
         for b in range(1, n_blocks):  # A product of matrices may add in another order for another number of tokens.
             mixed_TQM = mixed_TQM + weights_TQB[:, :, b : b + 1] * rows_TBM[:, b : b + 1]
         return mixed_TQM.to(x_TBM.dtype)
