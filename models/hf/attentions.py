@@ -24,6 +24,7 @@ from hybridmem.models.layers.indexer import CHOSEN
 from hybridmem.models.layers.ngrams import LOCAL, LastTokens, NgramHashes, conv_with_gaps
 from hybridmem.models.layers.residual_conv import DynamicConv, ResidualConv
 from hybridmem.models.layers.span_indexer import SPAN, MeanSpans
+from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
 Angles = tuple[Tensor, Tensor]
 """Cosines and sines of each token's positions as transformers has them, (N, R) each: both halves are the same."""
@@ -91,6 +92,8 @@ def inkling2_conv(module: Module, config: Any) -> Mix:
 
 def inkling2_attention(module: Module, config: Any) -> Mix:
     """Return the mix of attention in which each query also computes a sink, and tokens may compute their taps."""
+    if not hasattr(module.q_proj, "linear"):
+        raise UnsupportedModelError("Inkling 2 is attached as transformers 5.24 computes it; install at least 5.24")
     n_heads, n_kv, like = module.num_heads, module.num_key_value_heads, module.q_proj.linear.weight
     convs = [weights_of(side.sconv) for side in (module.k_proj, module.v_proj)]
     is_dynamic, n_taps = hasattr(convs[0], "static_weight"), convs[0].conv_kernel_size
