@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.architectures import SEES
 from hybridmem.memory import BatchError, DropError, HybridMemory, Sequence
+from hybridmem.memory.kernels.double_precision import precision_for
 from hybridmem.models import from_transformers, load_model, plan_memory, weight_bytes
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.vision.pictures import Picture
@@ -50,6 +52,13 @@ class Seeing:
         assert self.model.pictures is not None
         return logits_of_peer(self.peer, self.model.pictures, parts, images)
 
+    def expected_in_float64(self, parts: list[int | Picture], images: list[Image.Image]) -> Tensor:
+        assert self.model.pictures is not None
+        exact = copy.deepcopy(self.peer).double()
+        exact.set_experts_implementation("eager")  # The others multiply no float64.
+        with precision_for(torch.float64):
+            return logits_of_peer(exact, self.model.pictures, parts, images)
+
     def ids(self, *parts: int | Picture) -> list[int]:
         assert self.model.pictures is not None
         return self.model.pictures.placed(joined(*parts), SPECIAL.get)
@@ -82,7 +91,10 @@ def test_logits_are_those_of_transformers(seeing: Seeing) -> None:
     memory = seeing.memory()
     for chunk in (512, 7):
         logits = seeing.fed(memory, memory.open(), *parts, chunk=chunk)
-        assert expected.std() > 1 and (logits - expected).abs().max() < PARITY
+        assert expected.std() > 1
+        if (logits - expected).abs().max() >= PARITY:  # On some processors, transformers' own rounding is as large.
+            exact = seeing.expected_in_float64(parts, [WIDE, TALL, WIDE])
+            assert (logits - exact).abs().max() < (expected - exact).abs().max()
 
 
 def test_pictures_of_minicpm_v_stand_at_the_start_and_side_by_side(tmp_path: Path) -> None:
