@@ -86,7 +86,8 @@ class Attached:
         self._model = hf_model
         self._parameters = _signature_of(hf_model).parameters
         prepared = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-        self._cache_name = "cache" if "cache" in prepared else "past_key_values"  # the first since 5.24
+        # Transformers 5.24 renamed what models take their cache by.
+        self._cache_name = "cache" if "cache" in prepared else "past_key_values"
         self._n_layers = hf_model.config.get_text_config().num_hidden_layers
         self._runs_alone = architecture in RUN_WITHOUT_CACHE
         if not self._runs_alone:

@@ -147,7 +147,7 @@ def _bias_of(module: Module) -> DistanceBias:
     return DistanceBias.of(weights_of(module).proj.detach())
 
 
-# Latent attention with an index
+# What follows is latent attention to rows that an index chooses.
 
 
 def indexed_latent_attention(module: Module, config: Any) -> Mix:
@@ -155,7 +155,7 @@ def indexed_latent_attention(module: Module, config: Any) -> Mix:
     n_heads, index = module.num_heads, getattr(module, "indexer", None)
     n_plain, n_latent, n_rotary = module.qk_nope_head_dim, module.kv_lora_rank, module.qk_rope_head_dim
     weights_of(module.kv_b_proj)
-    has_pools = hasattr(config, "index_kpool")  # then nothing is rotated
+    has_pools = hasattr(config, "index_kpool")  # Such an index rotates neither queries nor keys.
     choose = None if index is None else _pool_indexer(index) if has_pools else _row_indexer(index)
 
     def mix(x_TM: Tensor, step: Step, *, position_embeddings: Angles | None = None) -> Tensor:
