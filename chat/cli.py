@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hybridmem
+from hybridmem import pages_ahead
 from hybridmem.chat.commands.cluster import cluster
 from hybridmem.chat.commands.inspect import inspect
 from hybridmem.chat.commands.plan import plan
@@ -113,6 +114,7 @@ def generate(
     ] = None,
 ) -> None:
     """Reply to several prompts at once, greedily, in one batch."""
+    pages_ahead.begin(model, device)
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.console import make_console, show_replies
         from hybridmem.chat.engine.engine import Engine
@@ -173,6 +175,7 @@ def chat(
 
     The part of the conversation that stays is not computed again. Type /help for all commands.
     """
+    pages_ahead.begin(model, device)
     with one_line_errors(f"loading {model} …"):
         from hybridmem.chat.commands.terminal import Settings, run_terminal
 

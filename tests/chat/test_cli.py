@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from hybridmem import pages_ahead
 from hybridmem.chat.cli import app
 from hybridmem.chat.commands.demo import run_demo
 from hybridmem.chat.engine.engine import Engine
@@ -77,6 +78,15 @@ def unread(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", [["generate", "--prompt", "hello"], ["demo"]])
 def test_a_bad_model_path_is_one_line(command: list[str], tmp_path: Path) -> None:
     assert_one_line_error([*command, "--model", str(tmp_path / "nowhere")], "nowhere")
+
+
+@pytest.mark.parametrize("command", [["generate", "--prompt", "hello"], ["chat"], ["serve", "--port", "0"]])
+def test_commands_take_pages_ahead(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = list[tuple[str, str]]()
+    monkeypatch.setattr(pages_ahead, "begin", lambda model, device: begun.append((model, device)))
+    model = str(tmp_path / "nowhere.gguf")
+    assert_one_line_error([*command, "--model", model], "nowhere")
+    assert begun == [(model, "cpu")]
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
