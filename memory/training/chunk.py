@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridmem.memory.errors import StepError
 from hybridmem.memory.kernels.double_precision import precision_for
 from hybridmem.memory.specs import MemorySpec
-from hybridmem.memory.training.pieces import Before, Piece
+from hybridmem.memory.training.pieces import Before, Piece, gone_through
 from hybridmem.memory.training.step import TrainingStep
 
 Head = Callable[[Tensor, Tensor], Tensor]
@@ -89,10 +88,7 @@ class Chunk:
     def backward(self, dvalues: Tensor | None, dlast_logits: Tensor | None) -> None:
         """Compute the chunk again, and add gradients to weights, and to what was before the chunk."""
         if self._is_released:
-            raise StepError(
-                "a second backward through the same tokens of a tape; sum up all losses before the first, or record a "
-                "new tape"
-            )
+            raise gone_through()
         self._is_released = True
         before = self._before(wants_gradients=True)
         with torch.enable_grad():

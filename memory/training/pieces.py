@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from hybridmem.memory.errors import StepError
 from hybridmem.memory.specs import AttentionSpec, RecurrentSpec
 from hybridmem.memory.training.attention import Rows
 from hybridmem.memory.training.boundaries import Boundaries, Held
@@ -24,6 +25,14 @@ class Chunk(Protocol):
     def parents(self) -> list[Piece | None]: ...
 
 
+def gone_through() -> StepError:
+    """Return the error of who needs tokens through which a backward went: what it needed of them is gone."""
+    return StepError(
+        "a backward has gone through these tokens of the tape already; sum up all losses before the one backward, or "
+        "record a new tape"
+    )
+
+
 class Piece:
     """Holds consecutive tokens of one sequence that were computed in one step. Pieces are a tree, by their parents.
 
@@ -37,6 +46,8 @@ class Piece:
         kept: for each attention with a policy, which rows are kept after the last token.
         row_grads, state_grads: the sums of the gradients that later pieces have found of these.
         chunk: the chunk in which it was computed.
+        oldest: the first piece of its sequence.
+        is_released: whether a backward went through it. It then went through all pieces before it too.
     """
 
     def __init__(self, parent: Piece | None, tokens: Tensor, boundaries: Boundaries) -> None:
@@ -49,6 +60,8 @@ class Piece:
         self.row_grads: dict[Place, tuple[Tensor, ...]] = {}
         self.state_grads: dict[Place, list[Tensor]] = {}
         self.chunk: Chunk | None = None
+        self.oldest: Piece = self if parent is None else parent.oldest
+        self.is_released = False
         self._boundaries = boundaries
         self._of_rows, self._of_states = Held(boundaries, self), Held(boundaries, self)
 
@@ -128,6 +141,7 @@ class Piece:
         self._of_rows.release()
         self._of_states.release()
         self.chunk = None
+        self.is_released = True
 
 
 class _Gathered(NamedTuple):
@@ -151,9 +165,13 @@ class Before:
     Args:
         parents: for each piece of the step, the piece before it.
         wants_gradients: False for a forward alone.
+    Raises:
+        StepError: a backward went through what was before.
     """
 
     def __init__(self, parents: list[Piece | None], device: torch.device, *, wants_gradients: bool) -> None:
+        if any(parent is not None and parent.oldest.is_released for parent in parents):
+            raise gone_through()
         self._device = device
         self._parents, self.wants_gradients = parents, wants_gradients
         self._leaves: dict[Place, list[Tensor]] = {}

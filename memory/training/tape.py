@@ -206,7 +206,10 @@ class Tape:
                 part.text.last_logits = next(ends)
 
     def _read(self, branch: Branch, tokens: Sequence[int]) -> list[int]:
-        found = torch.as_tensor(tokens)
+        try:
+            found = torch.as_tensor(tokens)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            found = torch.empty(0)
         if found.dim() != 1 or not len(found) or found.is_floating_point() or found.dtype == torch.bool:
             raise BatchError(f"{tokens!r} for {branch!r} cannot be fed; give one or more token ids")
         ids: list[int] = found.tolist()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 from torch import Tensor, nn
 
-from hybridmem.memory.blocks import refuse_arguments
+from hybridmem.memory.blocks import read_count, refuse_arguments
 from hybridmem.memory.errors import SpecError
 from hybridmem.memory.kernels import precision_for
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel
@@ -66,6 +66,11 @@ class Trainable(nn.Module):
         names = [found.__name__ for found in type(base).__mro__]
         architecture = next((name for name in names if name in ARCHITECTURES), None)
         if architecture is None:
+            if not isinstance(base, nn.Module):
+                raise UnsupportedModelError(
+                    f"Trainable.of() takes a loaded model of transformers, and got {type(base).__name__}; "
+                    "Trainable.load() reads a folder, a GGUF file, a hub id or 'embedded'"
+                )
             raise unsupported(names[0])
         check_source(base)
         return cls(base.config, architecture, hf_model)
@@ -186,18 +191,20 @@ class LowRank(nn.Module):
 
 
 def add_lora(
-    trainable: nn.Module, names: Iterable[str], *, rank: int = 8, alpha: float = 16.0,
+    trainable: nn.Module, names: str | Iterable[str], *, rank: int = 8, alpha: float = 16.0,
     generator: torch.Generator | None = None,
 ) -> list[nn.Parameter]:  # fmt: skip
     """Freeze a module's parameters, and add to matrices, at first zero, products of two thin ones. Return these.
 
     Args:
-        names: ends of the names of the matrices, such as "in_proj.weight".
+        names: ends of the names of the matrices, such as "in_proj.weight"; or one end.
         rank, alpha: the width of the thin matrices; their product is multiplied by alpha / rank.
         generator: draws the first numbers.
     Raises:
-        SpecError: an end fits no matrix.
+        SpecError: an end fits no matrix, or `rank` is less than 1.
     """
+    read_count("rank", rank, 1, "column")
+    names = (names,) if isinstance(names, str) else names
     found = dict(trainable.named_parameters())
     for parameter in found.values():
         parameter.requires_grad_(False)

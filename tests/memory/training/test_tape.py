@@ -21,7 +21,7 @@ from hybridmem.memory import (
 from hybridmem.memory.eviction import Quest
 from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.training import Tape
-from hybridmem.models import Trainable, add_lora, from_transformers, load_model
+from hybridmem.models import Trainable, UnsupportedModelError, add_lora, from_transformers, load_model
 from tests.memory.training import peers
 from tests.models.checkpoints import draw_tokens
 
@@ -53,11 +53,24 @@ def test_a_second_backward_is_refused(trainable: Trainable) -> None:
     one, other = tape.fork(root), tape.fork(root)
     values = tape.run({one: TOKENS[:3], other: TOKENS[3:5]})
     values[one].sum().backward()
-    with pytest.raises(StepError, match="sum up all losses before the first"):
+    with pytest.raises(StepError, match="sum up all losses before the one backward"):
         values[other].sum().backward()
 
 
-@pytest.mark.parametrize("tokens", ([], [1.5], [99999], [-1], [[1, 2]], [True]))
+def test_what_comes_after_tokens_of_a_backward_is_refused(trainable: Trainable) -> None:
+    """The backward went through the first two of three chunks, which the third one and all later ones would read."""
+    tape = Tape(trainable.model(), chunk_tokens=3)
+    text = tape.open()
+    first, later = (tape.run({text: tokens})[text].sum() for tokens in (TOKENS[:6], TOKENS[6:9]))
+    first.backward()
+    with pytest.raises(StepError, match="record a new tape"):
+        later.backward()
+    with pytest.raises(StepError, match="record a new tape"):
+        tape.run({text: TOKENS[:2]})
+    tape.run({tape.open(): TOKENS})  # Another text of the tape does not need them.
+
+
+@pytest.mark.parametrize("tokens", ([], [1.5], [99999], [-1], [[1, 2]], [True], "abc", 5, [2**70]))
 def test_wrong_tokens(trainable: Trainable, tokens: Any) -> None:
     tape = Tape(trainable.model())
     text = tape.open()
@@ -124,6 +137,13 @@ def test_float64_is_for_training_alone() -> None:
         HybridMemory(trained.memory_spec, "2MiB")
 
 
+def test_what_is_no_model_of_transformers_is_refused(trainable: Trainable) -> None:
+    wrongs: list[Any] = ["embedded", None, trainable.model()]
+    for wrong in wrongs:
+        with pytest.raises(UnsupportedModelError, match=r"Trainable\.load\(\) reads"):
+            Trainable.of(wrong)
+
+
 def test_a_chunk_has_a_token(trainable: Trainable) -> None:
     with pytest.raises(SpecError, match="chunk_tokens"):
         Tape(trainable.model(), chunk_tokens=0)
@@ -133,6 +153,10 @@ def test_lora_trains_thin_matrices_and_is_saved(tmp_path: Any) -> None:
     trainable = Trainable.of(peers.random_model("jamba"))
     with pytest.raises(SpecError, match="ends with 'nothing'"):
         add_lora(trainable, ["nothing"])
+    with pytest.raises(SpecError, match="no matrix's name ends with 'nothing'"):
+        add_lora(trainable, "nothing")
+    with pytest.raises(SpecError, match="rank=0"):
+        add_lora(trainable, "q_proj.weight", rank=0)
     parameters = add_lora(trainable, ["q_proj.weight", "x_proj.weight"], rank=2)
     before = {name: p.clone() for name, p in trainable.named_parameters() if not p.requires_grad}
     optimizer = torch.optim.SGD(parameters, lr=0.1)
