@@ -23,6 +23,7 @@ from hybridmem.memory.recurrences.mamba1 import mamba1_spec
 from hybridmem.memory.recurrences.mlstm import mlstm_spec
 from hybridmem.memory.recurrences.rwkv4 import rwkv4_spec
 from hybridmem.memory.specs import LayerSpec
+from tests.extent import only_in_long
 
 module = sys.modules["hybridmem.memory.kernels.cpu.warm_up"]
 
@@ -84,6 +85,7 @@ assert [len(kernel.signatures) for kernel in kernels] == compiled, "a kernel was
 """
 
 
+@only_in_long
 def test_nothing_is_compiled_after_warming_up_for_8_bits() -> None:
     outcome = subprocess.run([sys.executable, "-c", IN_8_BITS], capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
@@ -148,6 +150,7 @@ def test_a_notebook_has_nothing_in_red(
     assert written.out.count("compiling CPU kernels") == 1 and not written.err
 
 
+@only_in_long
 def test_helpers_take_from_the_other_end(tmp_path: Path) -> None:
     """The whole list is compiled once by two processes together; neither compiles what the other has."""
     code = """
@@ -194,6 +197,7 @@ assert numba.np.ufunc.parallel._is_initialized and torch.get_num_threads() == 1,
     assert outcome.returncode == 0, outcome.stderr
 
 
+@only_in_long
 def test_every_kernel_is_kept_so_the_next_process_compiles_nothing() -> None:
     """Machine code that holds addresses of its process cannot be kept."""
     warm_up()
