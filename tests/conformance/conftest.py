@@ -23,8 +23,8 @@ _OF_ALL = {
     "test_every_distance_at_once",
     *(["test_every_split_of_a_prompt_equals_one_shot"] if IS_LONG else []),
 }
-"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have. By default models' prompts
-are split by `tests/models/test_parity.py` alone.
+"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have. By default, prompts of
+models are split by `tests/models/test_parity.py` alone.
 """
 _WHOLE_MODELS = {"model:bamba defer", "model:deepseek-v3", "model:gemma2", "model:rwkv7"}
 """Models that run every test: for deferred states, latent attention, soft caps, and values of a first layer."""
