@@ -1,7 +1,7 @@
 """How much is tried of what could be tried without end: places of interrupts, random prompts, examples, parameters.
 
 By default little, so that all tests together take six minutes on two cores. `TESTS=long` tries more; `.ci/run` runs the
-files that import this module once more in this way.
+files that import this module once more in this way. `CONFORMANCE=full`, which takes hours, tries that and more.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-IS_LONG = os.environ.get("TESTS") == "long"
+IS_LONG = os.environ.get("TESTS") == "long" or os.environ.get("CONFORMANCE") == "full"
 
 only_in_long = pytest.mark.skipif(not IS_LONG, reason="TESTS=long runs it")
 """For tests that start processes or compile for seconds, beside others that show most of what these show."""

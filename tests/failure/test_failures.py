@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import only_in_long, pick
+from tests.extent import IS_LONG, pick
 from tests.failure.killed import NEW, OLD, make_memory
 from tests.failure.points import ROOT
 from tests.failure.scenes import SET_UPS
@@ -21,6 +21,7 @@ from tests.failure.survive import EVERYTHING, interrupt, survey
 from tests.interrupts import TRIES_ALL, by_handlers
 
 IS_ALL = os.environ.get("FAILURES") == "all"
+in_long_forms = pytest.mark.skipif(not (IS_LONG or IS_ALL or TRIES_ALL), reason="TESTS=long runs it")
 SAMPLE = [
     ("attention", "step, prompt", 17), ("attention", "run", 23), ("attention", "save", 5),
     ("deferred delta rule", "step, decode", 37), ("swapped to files", "swap_out", 9), ("attention", "load a family", 9),
@@ -50,7 +51,7 @@ def test_an_exception_at_any_bytecode_leaves_all_or_nothing(where: tuple[str, st
     assert interrupt(EVERYTHING[set_up], call, number, n_places=6) > 3
 
 
-@only_in_long
+@in_long_forms
 def test_exceptions_of_another_thread_leave_all_or_nothing() -> None:
     """By `PyThreadState_SetAsyncExc`, in a process of its own: they may come anywhere."""
     call = [sys.executable, "-m", "tests.failure.thrown", "60" if TRIES_ALL else "1"]
@@ -76,7 +77,7 @@ def test_a_process_that_is_killed_at_any_file_call_leaves_the_old_file_or_the_ne
     assert 0 < n_old < len(found) and found == [OLD] * n_old + [NEW] * (len(found) - n_old)
 
 
-@only_in_long
+@in_long_forms
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_that_is_killed_while_it_keeps_a_kernel_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
     """And the next process compiles it, keeps it, and removes what was left half-written."""
