@@ -1,15 +1,27 @@
 """How much is tried of what could be tried without end: places of interrupts, random prompts, examples, parameters.
 
 By default little, so that all tests together take six minutes on two cores. `TESTS=long` tries more; `.ci/run` runs the
-files that have such a form once more in this way.
+files that import this module once more in this way. `CONFORMANCE=full`, which takes hours, tries that and more.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
 
-IS_LONG = os.environ.get("TESTS") == "long"
+import pytest
+
+IS_LONG = os.environ.get("TESTS") == "long" or os.environ.get("CONFORMANCE") == "full"
+
+only_in_long = pytest.mark.skipif(not IS_LONG, reason="TESTS=long runs it")
+"""For tests that start processes or compile for seconds, beside others that show most of what these show."""
 
 
 def pick(by_default: int, in_long_form: int) -> int:
     return in_long_form if IS_LONG else by_default
+
+
+def one_in(n: int, values: Iterable[Any]) -> list[Any]:
+    """Take all values in the long form, and by default every n-th of them, beginning with the first."""
+    return list(values)[:: pick(n, 1)]

@@ -18,7 +18,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import islice
@@ -45,6 +45,14 @@ def _time_out(number: int, frame: FrameType | None) -> None:
 HANDLERS: dict[int, Callable[[int, FrameType | None], Any]] = {
     signal.SIGINT: signal.default_int_handler, signal.SIGALRM: _time_out
 }  # fmt: skip
+
+
+def by_handlers(values: Iterable[Any]) -> list[tuple[Any, int]]:
+    """Pair each value with each signal that has a handler; by default with one of them, which take turns."""
+    numbers = list(HANDLERS)
+    if IS_LONG or TRIES_ALL:
+        return [(value, number) for value in values for number in numbers]
+    return [(value, numbers[i % len(numbers)]) for i, value in enumerate(values)]
 
 
 @cache

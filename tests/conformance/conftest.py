@@ -11,7 +11,7 @@ from zlib import crc32
 import pytest
 
 from hybridmem.memory.recurrences import FAMILIES
-from tests.extent import pick
+from tests.extent import IS_LONG, pick
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 
 _MOST = pick(1, 2)
@@ -21,9 +21,11 @@ _OF_ALL = {
     "test_a_promise_of_the_kit_is_kept",
     "test_64_sequences_shuffled_equal_each_alone",
     "test_every_distance_at_once",
-    "test_every_split_of_a_prompt_equals_one_shot",
+    *(["test_every_split_of_a_prompt_equals_one_shot"] if IS_LONG else []),
 }
-"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have."""
+"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have. By default, prompts of
+models are split by `tests/models/test_parity.py` alone.
+"""
 _WHOLE_MODELS = {"model:bamba defer", "model:deepseek-v3", "model:gemma2", "model:rwkv7"}
 """Models that run every test: for deferred states, latent attention, soft caps, and values of a first layer."""
 _ALIKE = {

@@ -25,6 +25,7 @@ from hybridmem.memory.recurrences import FAMILIES
 from hybridmem.memory.testing.__main__ import make_parser
 from tests.chat.servers import running
 from tests.docs.pages import NOT_RUN, OUTPUT, PAGES, ROOT, Block, name_of, read_blocks, read_prose
+from tests.extent import one_in
 
 LANGUAGES = {"python", "bash", "console", "json", "jsonl", "text", "toml", "yaml", "ini", "dockerfile"}
 """TOML is read by tests/chat/commands/test_serve_options.py, units and files of containers by test_services.py."""
@@ -51,6 +52,7 @@ OTHERS = (
 """Commands that are not ours; those of the README are run by CI."""
 
 load_once = cache(models.load_model)
+WITH_PYTHON = [page for page in PAGES[1:] if any(block.language == "python" for block in read_blocks(page))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
@@ -65,10 +67,13 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     FAMILIES.update(families)
 
 
-@every_page
+@pytest.mark.parametrize("page", one_in(4, WITH_PYTHON), ids=name_of)
 @pytest.mark.usefixtures("workplace")
 def test_python_runs(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks of a page are one program. Whoever talks to a server at its usual port gets one on a free port."""
+    """The blocks of a page are one program. Whoever talks to a server at its usual port gets one on a free port.
+
+    `test_readme.py` runs what the README shows.
+    """
     blocks = read_blocks(page)
     module = ModuleType(f"page_{page.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)

@@ -20,6 +20,7 @@ import typer
 
 from hybridmem.chat.cli import app
 from tests.docs.pages import ROOT, read_blocks
+from tests.extent import only_in_long
 
 GUIDE = ROOT / "docs" / "how-to" / "server.md"
 PROGRAM = "/opt/hybrid-memory/bin/hybrid-memory"
@@ -49,6 +50,7 @@ def test_systemd_finds_nothing_wrong(tmp_path: Path) -> None:
     assert (about_it, found.returncode) == ([], 0)
 
 
+@only_in_long
 def test_the_command_of_the_unit_starts_and_answers(tmp_path: Path) -> None:
     service = unit()["Service"]
     program, *arguments = shlex.split(service["ExecStart"])

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import IS_LONG, pick
 from tests.failure.killed import NEW, OLD, make_memory
 from tests.failure.points import ROOT
 from tests.failure.scenes import SET_UPS
 from tests.failure.survive import EVERYTHING, interrupt, survey
-from tests.interrupts import HANDLERS, TRIES_ALL
+from tests.interrupts import TRIES_ALL, by_handlers
 
 IS_ALL = os.environ.get("FAILURES") == "all"
+in_long_forms = pytest.mark.skipif(not (IS_LONG or IS_ALL or TRIES_ALL), reason="TESTS=long runs it")
 SAMPLE = [
     ("attention", "step, prompt", 17), ("attention", "run", 23), ("attention", "save", 5),
     ("deferred delta rule", "step, decode", 37), ("swapped to files", "swap_out", 9), ("attention", "load a family", 9),
@@ -42,13 +44,14 @@ def test_a_call_happens_whole_or_not_at_all(set_up: str, call: str, every: int) 
     assert IS_ALL or found.survived == sum(found.points.values()) > 0
 
 
-@pytest.mark.parametrize("number", HANDLERS)
-@pytest.mark.parametrize(("set_up", "call"), ALL_INTERRUPTS if TRIES_ALL else INTERRUPTED)
-def test_an_exception_at_any_bytecode_leaves_all_or_nothing(set_up: str, call: str, number: int) -> None:
+@pytest.mark.parametrize(("where", "number"), by_handlers(ALL_INTERRUPTS if TRIES_ALL else INTERRUPTED))
+def test_an_exception_at_any_bytecode_leaves_all_or_nothing(where: tuple[str, str], number: int) -> None:
     """By the handlers of Ctrl-C and of a timer, as asynchronous exceptions come; and others go on as if nothing was."""
+    set_up, call = where
     assert interrupt(EVERYTHING[set_up], call, number, n_places=6) > 3
 
 
+@in_long_forms
 def test_exceptions_of_another_thread_leave_all_or_nothing() -> None:
     """By `PyThreadState_SetAsyncExc`, in a process of its own: they may come anywhere."""
     call = [sys.executable, "-m", "tests.failure.thrown", "60" if TRIES_ALL else "1"]
@@ -58,7 +61,7 @@ def test_exceptions_of_another_thread_leave_all_or_nothing() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_that_is_killed_at_any_file_call_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
     """And nothing else, once another process has used the folders."""
-    call = [sys.executable, "-m", "tests.failure.killed", str(tmp_path), "1" if IS_ALL else "7"]
+    call = [sys.executable, "-m", "tests.failure.killed", str(tmp_path), "1" if IS_ALL else str(pick(21, 7))]
     subprocess.run(call, check=True, cwd=ROOT, env=os.environ | {"HYBRID_MEMORY_KERNELS": "reference"})
     found = []
     for folder in sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name)):
@@ -74,6 +77,7 @@ def test_a_process_that_is_killed_at_any_file_call_leaves_the_old_file_or_the_ne
     assert 0 < n_old < len(found) and found == [OLD] * n_old + [NEW] * (len(found) - n_old)
 
 
+@in_long_forms
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_that_is_killed_while_it_keeps_a_kernel_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
     """And the next process compiles it, keeps it, and removes what was left half-written."""

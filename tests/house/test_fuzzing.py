@@ -14,8 +14,9 @@ from fuzzing.running import draw, judge
 from fuzzing.targets import TARGETS, make_target
 from hybridmem.memory.errors import FormatError, SpecError
 from hybridmem.models.loading.gguf.header import Header
+from tests.extent import pick
 
-N_INPUTS = int(os.environ.get("FUZZING", "12"))
+N_INPUTS = int(os.environ.get("FUZZING", pick(4, 12)))
 SLOW = {"chat", "tokenizer"}
 """Readers that take seconds for the first input: their messages and errors are tested elsewhere."""
 

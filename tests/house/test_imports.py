@@ -13,6 +13,7 @@ import pytest
 
 import hybridmem
 from hybridmem import memory, models
+from tests.extent import only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.models.weights.test_gguf_forms import WIDE
@@ -74,6 +75,7 @@ for path in sys.argv[1:4]:
 """
 
 
+@only_in_long
 def test_no_part_of_torch_is_imported_for_a_gguf_file_that_uses_nothing_of_it(tmp_path: Path) -> None:
     """The compiler imports triton, which writes pages about leaks when the process ends."""
     paths = []
@@ -99,6 +101,7 @@ FIRST_CELLS = [
 ]
 
 
+@only_in_long
 def test_a_program_may_have_modules_called_memory_and_models(tmp_path: Path) -> None:
     """They are found first, and nothing of the library is hidden by them."""
     for name in ("memory.py", "models/__init__.py", "chat.py", "cluster/__init__.py"):

@@ -13,6 +13,8 @@ import pytest
 from jupyter_client import KernelManager
 from nbclient import NotebookClient
 
+from tests.extent import IS_LONG
+
 ROOT = Path(__file__).parent.parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -50,7 +52,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
     manager.shutdown_kernel(now=True)
 
 
-@every_notebook
+@pytest.mark.parametrize("path", NOTEBOOKS if IS_LONG else NOTEBOOKS[:2], ids=lambda path: path.stem)
 def test_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
     """In an empty folder, and as if it were the kernel's first."""
     notebook = nbformat.read(path, as_version=4)

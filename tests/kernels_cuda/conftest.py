@@ -18,17 +18,25 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_DEVICE = torch.cuda.is_available() and not IS_INTERPRETED
 
 _LONG = {
+    "test_a_batch_without_whole_spans_chooses_nothing",
     "test_a_captured_step_counts_what_it_used",
     "test_a_model_is_run_once_a_step",
     "test_a_real_model_is_recorded",
+    "test_a_row_whose_key_is_nan_is_chosen",
+    "test_a_run_that_is_longer_than_its_ring",
     "test_deferred_states",
     "test_drafts_a_step_that_fails_and_two_steps_at_once",
     "test_groups_are_chosen_without_a_recording",
+    "test_memories_are_as_in_plain_torch",
+    "test_replays_are_the_steps_they_stand_for",
     "test_replays_read_pages_where_they_are",
+    "test_scores_in_parts_are_as_at_once",
+    "test_the_best_spans_are_chosen",
+    "test_what_cannot_be_recorded_runs_as_ever",
     "test_what_a_recording_that_failed_left_behind_is_not_used",
 }
-"""Left out as well. Their kernels are compared by `test_states.py` and `test_attention.py`, and the steps of the
-recordings that are left take these ways too."""
+"""Left out as well, because each takes seconds in the interpreter. Other tests compare their kernels with plain torch;
+recordings of whole steps are compared with these steps in `.ci/run`, which runs every test in the interpreter."""
 
 _NTH = 40
 """One of so many parameters is kept."""

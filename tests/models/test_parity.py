@@ -22,10 +22,12 @@ from transformers import PreTrainedConfig
 from hybridmem.memory import UNROTATED, AttentionSpec, DropError, HybridMemory, IndexSpec, RecurrentSpec, Sequence
 from hybridmem.memory.blocks.layout import Field
 from hybridmem.memory.blocks.pool import BlockPool
-from hybridmem.models import LanguageModel, load_model, weight_bytes
+from hybridmem.models import LanguageModel, load_model, plan_memory, weight_bytes
 from hybridmem.models.weights.coded import CodedTensor
+from tests.extent import IS_LONG
 from tests.inside import store_of
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
+from tests.models.test_from_transformers import ONE_OF_EACH
 from tests.subjects import IS_FULL, feed_together
 from tests.tolerances import assert_logits_close, assert_split_close
 
@@ -48,7 +50,15 @@ UNTURNED = ("glm5", "jamba", "kimi", "nemotron")
 MATTERS = 0.1
 """A logit that is off by this much shows that something was forgotten."""
 
-only_in_full = pytest.mark.skipif(not IS_FULL, reason="CONFORMANCE=full: other tests feed tokens one by one and split")
+FAMILIES = (*ONE_OF_EACH, "deepseek-v3.2", "glm5-next", "rwkv7")
+IN_BFLOAT16 = ("jamba", "mamba2", "qwen3-next")
+each_config = pytest.mark.parametrize("pair", CONFIGS, indirect=True, scope="session")
+each_family = pytest.mark.parametrize("pair", CONFIGS if IS_LONG else FAMILIES, indirect=True, scope="session")
+"""By default, what one config of a family shows is not asked of the family's other configs."""
+in_bfloat16 = pytest.mark.parametrize("pair", CONFIGS if IS_LONG else IN_BFLOAT16, indirect=True, scope="session")
+"""Kernels of another dtype are compiled on their own, which takes seconds for each."""
+all_in_full = pytest.mark.parametrize("pair", CONFIGS if IS_FULL else ["jamba"], indirect=True, scope="session")
+"""Other tests feed tokens one by one and split."""
 
 
 @dataclass(frozen=True)
@@ -77,17 +87,19 @@ class Pair:
         return self.feed(memory, memory.open(), steps)
 
 
-@pytest.fixture(scope="session", params=CONFIGS)
+@pytest.fixture(scope="session")
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = write_checkpoint(tmp_path_factory.mktemp("parity") / request.param, CONFIGS[request.param]())
     peer = Peer.load(folder)
     return Pair(request.param, folder, load_model(folder), peer, peer.logits(TOKENS))
 
 
+@each_family
 def test_logits_are_large_enough_to_compare(pair: Pair) -> None:
     assert pair.expected.std() >= 1
 
 
+@each_config
 def test_no_weight_is_overlooked_when_bytes_are_counted(pair: Pair) -> None:
     """Whatever Python can reach from a model counts, also what a function holds."""
     found, seen, todo = 0, set[int](), list[object]([pair.model])
@@ -105,10 +117,19 @@ def test_no_weight_is_overlooked_when_bytes_are_counted(pair: Pair) -> None:
     assert weight_bytes(pair.model) == found
 
 
+@each_config
+def test_a_plan_without_weights_is_what_the_model_says(pair: Pair) -> None:
+    plan = plan_memory(pair.model.config, pair.model.config.architectures[0])
+    assert plan.same_memories(pair.model.memory_spec)
+    assert plan.device.type == "meta" and plan.dtype == torch.float32
+
+
+@each_config
 def test_a_prompt_at_once(pair: Pair) -> None:
     assert_logits_close(pair.feed_fresh(TOKENS), pair.expected)
 
 
+@each_config
 def test_single_steps_after_a_prompt(pair: Pair) -> None:
     logits = pair.feed_fresh(TOKENS[:N_PROMPT], *([token] for token in TOKENS[N_PROMPT:]))
     assert_logits_close(logits, pair.expected)
@@ -119,11 +140,12 @@ def test_single_steps_after_a_prompt(pair: Pair) -> None:
     assert_logits_close(logits, torch.cat([pair.peer.logits(tokens, cache) for tokens in steps]))
 
 
-@only_in_full
+@all_in_full
 def test_single_steps_from_nothing(pair: Pair) -> None:
     assert_logits_close(pair.feed_fresh(*([token] for token in TOKENS[:N_PROMPT])), pair.expected[:N_PROMPT])
 
 
+@each_family
 def test_a_batch_of_different_prompts(pair: Pair) -> None:
     memory = pair.memory()
     prompts = [draw_tokens(n, seed=n) for n in (17, 1, 24, 5, 33, 5)]
@@ -139,6 +161,7 @@ def test_a_batch_of_different_prompts(pair: Pair) -> None:
         assert_logits_close(logits, pair.peer.logits(prompt + added)[-1])
 
 
+@each_family
 def test_every_split_in_two(pair: Pair) -> None:
     prompt = TOKENS[:N_PROMPT]
     whole = pair.feed_fresh(prompt)
@@ -154,7 +177,7 @@ def test_every_split_in_two(pair: Pair) -> None:
         assert_split_close(pair.feed_fresh(prompt[:at], prompt[at:]), whole)
 
 
-@only_in_full
+@all_in_full
 @settings(
     max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
 )
@@ -170,6 +193,7 @@ def test_any_split(pair: Pair, splits: list[set[int]]) -> None:
         assert_split_close(logits, pair.expected)
 
 
+@in_bfloat16
 def test_bfloat16_is_close(pair: Pair) -> None:
     model = load_model(pair.folder, dtype="bfloat16")
     memory = pair.memory(model)
@@ -185,6 +209,7 @@ def test_bfloat16_is_close(pair: Pair) -> None:
     assert torch.isfinite(torch.cat(logits)).all()
 
 
+@each_family
 def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
     """So that tokens can be dropped from the middle, which turns the keys behind them."""
     memories = [memory for layer in pair.model.memory_spec.layers for memory in layer]
@@ -212,11 +237,13 @@ def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
 # What these tests can see
 
 
+@each_family
 def test_a_forgotten_history_would_show(pair: Pair) -> None:
     without = pair.feed_fresh(TOKENS[N_PROMPT:])
     assert float((without - pair.expected[N_PROMPT:]).abs().max()) > MATTERS
 
 
+@each_family
 def test_any_forgotten_memory_would_show(pair: Pair) -> None:
     """Each state tensor by name, keys and values, or what both are made from: set to nothing in all layers, the next
     logits are others.

@@ -18,6 +18,7 @@ from torch import Tensor
 from hybridmem import models
 from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel, load_model
+from tests.extent import one_in
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
 FAMILIES = (
@@ -75,7 +76,7 @@ def attributes(thing: object, path: str = "model") -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", one_in(4, FAMILIES))
 def test_a_step_leaves_nothing_on_the_model(name: str, tmp_path: Path) -> None:
     """But for what the first one prepares, which follows from the weights alone."""
     model = make_model(name, tmp_path)

@@ -17,7 +17,7 @@ from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, CapacityError, HybridMemory, Step
 from hybridmem.models import LanguageModel, load_model
-from tests.extent import IS_LONG
+from tests.extent import IS_LONG, one_in
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.toy import VOCAB, Toy
 
@@ -67,7 +67,7 @@ class Pair:
         return beams
 
 
-@pytest.fixture(scope="module", params=["jamba", "llama", "bamba"])
+@pytest.fixture(scope="module", params=one_in(2, ["jamba", "llama", "bamba"]))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder = write_checkpoint(tmp_path_factory.mktemp("beams"), CONFIGS[request.param]())
     model = load_model(folder)

@@ -23,6 +23,7 @@ from hybridmem.memory import BatchError, CapacityError, FormatError, HybridMemor
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.models import EMBEDDED
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
+from tests.extent import only_in_long
 
 ROOT = Path(__file__).parents[3]
 WINDOW = 8
@@ -374,6 +375,7 @@ print(json.dumps([said, turns[0].n_reused, session.engine.model.digest.hexdigest
 """
 
 
+@only_in_long
 def test_a_saved_session_goes_on_in_another_process_bit_for_bit(
     embedded: Any, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:

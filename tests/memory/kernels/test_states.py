@@ -24,6 +24,7 @@ from hybridmem.memory.recurrences import (
     rwkv4_spec,
     short_conv_spec,
 )
+from tests.extent import one_in
 from tests.memory.kernels.test_kernels import CHANNELS, LENGTHS, Slots
 from tests.tolerances import assert_kernel_close
 from tests.toy import FamilyToy
@@ -353,7 +354,7 @@ def test_an_exponent_is_never_rounded() -> None:
     assert [s.dtype for s in spec.layers[0][0].states] == [torch.bfloat16, torch.bfloat16, torch.float32]  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", one_in(4, FAMILIES))
 def test_states_of_16_bits_begin_and_go_on_as_in_plain_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some states of a family keep their dtype, so that one kernel gets copies of some and others in place."""
     toy = FamilyToy(FAMILIES[family])

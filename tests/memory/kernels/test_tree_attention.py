@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import starts_of
 from hybridmem.memory.kernels import Kernels, PagedBatch, Scoring, TreePaths, cpu, reference
+from tests.extent import only_in_long
 from tests.tolerances import assert_kernel_close
 
 PARENTS = ([-1, 0, 0, 2, -1, 4, 3, 6], [-1, -1], [-1, *range(69), 3, 40])
@@ -86,6 +87,7 @@ def test_a_query_sees_its_sequence_and_its_path(
     assert_kernel_close(case.attend(kernels, SCORINGS[scoring]), case.expected(SCORINGS[scoring]))
 
 
+@only_in_long
 def test_trees_in_16_bits_are_close_to_float32() -> None:
     case = Case(2, 3, 16, torch.bfloat16)
     expected = case.expected(SCORINGS["plain"])

@@ -14,7 +14,7 @@ import torch
 from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor
 from hybridmem.memory.prefix import PrefixCache
 from tests.inside import assert_books_follow
-from tests.interrupts import HANDLERS, Outcome, try_places
+from tests.interrupts import Outcome, by_handlers, try_places
 from tests.toy import Toy
 
 SPEC = MemorySpec(
@@ -100,8 +100,7 @@ def clear(scene: Scene) -> Any:
     scene.cache.clear()
 
 
-@pytest.mark.parametrize("number", HANDLERS)
-@pytest.mark.parametrize("call", [insert, open_one, bring_back, reclaim, pin, forget, clear])
+@pytest.mark.parametrize(("call", "number"), by_handlers([open_one, insert, bring_back, reclaim, pin, forget, clear]))
 def test_an_exception_anywhere_leaves_a_whole_cache(call: Callable[[Scene], Any], number: int) -> None:
     def attempt() -> tuple[Callable[[], Any], Callable[[Outcome], None]]:
         scene = Scene()

@@ -27,7 +27,7 @@ from hybridmem.memory.kernels.cpu.activation_planner import ActivationPlanner
 from hybridmem.memory.kernels.cpu.recording import Recording
 from hybridmem.memory.recorded import RecordedModel, run_recorded
 from hybridmem.models.layers.decoder import HIDDEN_STATES
-from tests.extent import pick
+from tests.extent import one_in, pick
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 from tests.toy import VOCAB, Toy
 
@@ -85,10 +85,10 @@ FEW = (
     *("model:bamba", "model:bamba defer", "model:gemma3", "model:lfm2", "model:mamba2", "model:qwen3.5-biases"),
     *("model:rwkv7", "model:zamba2"),
 )
-"""The subjects that the default run tests: each makes calls that the others do not."""
+"""The subjects that the long form tests: each makes calls that the others do not."""
 
 
-@pytest.mark.parametrize("name", SUBJECTS if IS_FULL else FEW)
+@pytest.mark.parametrize("name", SUBJECTS if IS_FULL else one_in(2, FEW))
 def test_replays_are_the_steps_they_stand_for(name: str, tmp_path: Path) -> None:
     """Steps of one and of several tokens in a company that changes, with rollbacks, forks and drafts between them."""
     twins = Twins(make_subject(name, tmp_path))

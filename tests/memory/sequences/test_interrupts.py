@@ -29,7 +29,7 @@ from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.rotary import UNROTATED
 from hybridmem.memory.sequences import interrupts
 from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
-from tests.interrupts import HANDLERS, Outcome, try_places
+from tests.interrupts import HANDLERS, Outcome, by_handlers, try_places
 from tests.toy import VOCAB, Toy
 
 RECURRENT = RecurrentSpec("average", (5,), (StateTensor("mean", (5,)),))
@@ -159,8 +159,7 @@ def try_operation(name: str, number: int, spec: MemorySpec = DRY, n_places: int 
     return try_places(attempt, n_places, edges=files, number=number)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@pytest.mark.parametrize("number", HANDLERS)
+@pytest.mark.parametrize(("name", "number"), by_handlers(OPERATIONS))
 def test_an_exception_anywhere_leaves_all_or_nothing(name: str, number: int) -> None:
     try_operation(name, number)
 

@@ -20,6 +20,7 @@ import torch
 from hybridmem.memory import HybridMemory, Sequence, SequenceError
 from hybridmem.memory.sequences.ledger import Ledger
 from hybridmem.memory.testing.toys import Toy
+from tests.extent import only_in_long
 from tests.inside import lock_of
 
 MODEL = Toy()
@@ -189,6 +190,7 @@ def load_and_go_on(path: str) -> list[float]:
         return MODEL(step)[0].tolist()
 
 
+@only_in_long
 def test_two_processes_load_one_file(tmp_path: Path) -> None:
     memory = make()
     sequence = memory.open()

@@ -40,6 +40,7 @@ from hybridmem.memory.recurrences import FAMILIES
 from hybridmem.memory.rotary import UNROTATED
 from hybridmem.memory.sequences.folding import Fold
 from hybridmem.memory.storage.checksums import checksum_of
+from tests.extent import only_in_long
 from tests.inside import arena_bytes, forged_file
 from tests.toy import VOCAB, FamilyToy, Toy
 
@@ -387,6 +388,7 @@ def with_checkpoint(memory: HybridMemory, n_tokens: int) -> Sequence:
     return sequence
 
 
+@only_in_long
 def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The very file that this process writes, though another one hashes text in another order."""
     monkeypatch.setenv("PYTHONHASHSEED", "99")

@@ -21,6 +21,7 @@ from hybridmem.memory.testing.subjects import attention, hybrid
 from hybridmem.memory.testing.tally import Tally
 from hybridmem.memory.testing.toys import Toy
 from hybridmem.memory.testing.trial import Oracle, Trial
+from tests.extent import only_in_long
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -330,6 +331,7 @@ def test_the_command_says_what_failed_and_how_to_see_it_again(capsys: pytest.Cap
     assert "names no adapter" in capsys.readouterr().err
 
 
+@only_in_long
 def test_pytest_takes_a_subject_of_the_command_line_and_what_it_may_refuse(tmp_path: Path) -> None:
     """Anywhere, as from an installed wheel, where the option comes from the entry point of the same name; the script
     `pytest` does not look for modules in the current folder by itself. Of three promises one is kept; two are refused,

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache
 from hybridmem.memory import BatchError, CapacityError, HybridMemory, RollbackError, SequenceError, SpecError, StepError
 from hybridmem.models import ATTACHABLE, HybridCache, UnsupportedModelError, attach
 from hybridmem.models.hf.mixers import MIXERS
+from tests.extent import one_in
 from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.models.checkpoints import CACHE_NAME, IS_RENAMED, MAMBA_CACHE_NAME
 from tests.models.hf_models import HYBRIDS, attached, generate, given, hf_model, ids, logits, padded
@@ -191,7 +192,7 @@ def test_a_sequence_may_move_between_forwards() -> None:
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["a layer", "the head"])
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", one_in(2, HYBRIDS))
 def test_an_exception_leaves_every_row_as_it_was(name: str, where: str, kind: type[BaseException]) -> None:
     def fail(*args: object) -> None:
         raise kind("on purpose")

@@ -14,6 +14,7 @@ from hybridmem.models.layers.norms import GatedNorm, LayerNorm, RMSNorm
 from hybridmem.models.products import few_rows_kernels, packed
 from hybridmem.models.products.few_rows import MOST_ROWS
 from hybridmem.models.weights.formats import IntegerFormat, weights_in
+from tests.extent import IS_LONG, one_in
 
 pytestmark = pytest.mark.skipif(
     Linear(torch.zeros(1, 1)).compiled is None, reason="products of this processor are oneDNN's"
@@ -28,10 +29,8 @@ def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     ("dtype", "format"),
     [
         (torch.float32, None),
-        (torch.bfloat16, None),
-        (torch.float16, None),
         (torch.bfloat16, "int4"),
-        (torch.float32, "int8"),
+        *([(torch.bfloat16, None), (torch.float16, None), (torch.float32, "int8")] if IS_LONG else []),
     ],
 )
 @pytest.mark.parametrize(("n_in", "n_out"), [(33, 17), (64, 200)])
@@ -58,7 +57,7 @@ def test_one_call_has_the_bits_of_many(dtype: torch.dtype, format: IntegerFormat
 
 
 @pytest.mark.parametrize("n_rows", [1, 3, MOST_ROWS, MOST_ROWS + 1])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None])
+@pytest.mark.parametrize("dtype", one_in(2, [torch.float32, torch.bfloat16, None]))
 def test_a_gated_mlp_in_one_call_has_the_bits_of_many(
     dtype: torch.dtype | None, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from hybridmem.memory.kernels.double_precision import precision_for
 from hybridmem.models import from_transformers, load_model, plan_memory, weight_bytes
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.vision.pictures import Picture
+from tests.extent import one_in
 from tests.models.seeing import (
     LINE_BREAK,
     PROCESSORS,
@@ -69,7 +70,7 @@ class Seeing:
         return logits
 
 
-@pytest.fixture(scope="module", params=WRITERS)
+@pytest.fixture(scope="module", params=one_in(2, WRITERS))
 def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
     folder = tmp_path_factory.mktemp("seeing")
     peer = WRITERS[request.param](folder)

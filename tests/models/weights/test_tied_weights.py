@@ -23,6 +23,7 @@ from hybridmem.models import LanguageModel, attach, from_transformers, load_mode
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.load import dry_model
 from hybridmem.models.products import choice
+from tests.extent import one_in
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, randomise_, write_checkpoint
 from tests.models.families.llama import llama_config
 from tests.models.gguf_files import write_gguf
@@ -93,7 +94,7 @@ def warning_of(name: str) -> Any:
 # A head of its own
 
 
-@pytest.mark.parametrize("name", CAN_TIE)
+@pytest.mark.parametrize("name", one_in(3, CAN_TIE))
 def test_a_head_that_the_file_holds_is_used_although_the_config_ties_it(name: str, tmp_path: Path) -> None:
     source = hf_model(name)
     source.save_pretrained(tmp_path)
@@ -257,7 +258,7 @@ def of(name: str, *tensors: str) -> list[str]:
 
 
 @pytest.mark.parametrize("differing", [(HEAD,), SHARED[1:2], SHARED[2:], (HEAD, *SHARED[1:])])
-@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("name", one_in(2, ENCODERS))
 def test_embeddings_and_heads_of_encoders_and_decoders(name: str, differing: tuple[str, ...], tmp_path: Path) -> None:
     write_seq2seq(tmp_path, name)
     shared, names = of(name, SHARED[0])[0], of(name, *differing)

@@ -11,17 +11,19 @@ from torch import Tensor
 
 from hybridmem.memory import StepError
 from hybridmem.memory.kernels import Weights, cpu, norm_parts, reference, rms_norm
+from tests.extent import IS_LONG, one_in
 from tests.memory.kernels.test_kernels import LENGTHS, Slots
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 
-DTYPES = [torch.float32, torch.bfloat16, *([torch.float16] if IS_FULL else [])]
+DTYPES = [torch.float32, *([torch.bfloat16] if IS_LONG else []), *([torch.float16] if IS_FULL else [])]
+"""Each is compiled on its own, which takes more than ten seconds."""
 N, H, P, G, S, W = sum(LENGTHS), 6, 5, 2, 20, 4
 E = H * P + 2 * G * S
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", one_in(2, [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("limits", [(0.0, math.inf), (0.3, 0.9)])
 @pytest.mark.parametrize("has_skip", [True, False])
 def test_ssd_is_convolution_steps_and_scan(

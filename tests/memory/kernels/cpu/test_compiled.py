@@ -18,6 +18,7 @@ from numba.core.codegen import JITCPUCodegen
 from hybridmem.memory.kernels.cpu import compiled as module
 from hybridmem.memory.kernels.cpu import progress
 from hybridmem.memory.kernels.cpu.compiled import cache_folder, compiled, sources_digest
+from tests.extent import one_in, only_in_long
 
 ROOT = Path(__file__).parent.parent.parent.parent.parent
 
@@ -79,7 +80,7 @@ def remove(path: Path) -> None:
     shutil.rmtree(path.parent)
 
 
-@pytest.mark.parametrize("damage", [cut, empty, flip, swap, remove])
+@pytest.mark.parametrize("damage", one_in(2, [cut, empty, flip, remove, swap]))
 def test_a_file_that_is_not_whole_or_not_the_right_one_is_compiled_again(
     damage: Callable[[Path], None], folder: Path
 ) -> None:
@@ -147,7 +148,7 @@ def test_every_source_counts(tmp_path: Path) -> None:
     assert len(seen) == 5
 
 
-@pytest.mark.parametrize("place", ["a file", "no home"])
+@pytest.mark.parametrize("place", one_in(2, ["a file", "no home"]))
 def test_where_nothing_can_be_kept_kernels_work_and_it_is_said_once(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,6 +228,7 @@ print(kernel(4), bool(kernel.stats.cache_hits), flush=True)
 """
 
 
+@only_in_long
 def test_a_process_waits_for_one_that_compiles_but_not_for_a_killed_one(folder: Path, tmp_path: Path) -> None:
     (script := tmp_path / "slow.py").write_text(SLOW)
 
@@ -253,6 +255,7 @@ print(round(softplus(torch.zeros(1, 1), torch.zeros(1)).item(), 4))
 """
 
 
+@only_in_long
 def test_kernels_follow_functions_that_they_inline_from_other_files(tmp_path: Path) -> None:
     """Two processes at once, and one when a file has changed; nothing can be written beside the sources or at home."""
     copy, ignored = tmp_path / "hybridmem" / "memory", shutil.ignore_patterns("__pycache__")

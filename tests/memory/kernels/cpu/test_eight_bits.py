@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hybridmem.memory.kernels import Erase, StateSlots, cpu, reference
 from hybridmem.memory.kernels.eight_bits import EIGHT_BITS, encode, read_states, stored_shape
+from tests.extent import one_in
 from tests.memory.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
@@ -50,7 +51,7 @@ def run(
 
 @pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if IS_FULL else [])], ids=str)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("state_dtype", EIGHT_BITS)
+@pytest.mark.parametrize("state_dtype", one_in(2, EIGHT_BITS))
 def test_bodies_of_8_bits(state_dtype: str, mode: str, dtype: torch.dtype) -> None:
     n_heads, n_groups, n_rows, n_columns = MODES[mode]
     has_b, codes = "b" in mode.split(), EIGHT_BITS[state_dtype]
@@ -95,7 +96,7 @@ def assert_same_bodies(
         assert float(((body - twin).abs() > 1e-3 * step).float().mean()) < 0.01
 
 
-@pytest.mark.parametrize("state_dtype", EIGHT_BITS)
+@pytest.mark.parametrize("state_dtype", one_in(2, EIGHT_BITS))
 def test_channels_of_8_bits(state_dtype: str) -> None:
     n_numbers, n_channels, codes = 5, 140, EIGHT_BITS[state_dtype]
     rings = ((n_channels,), (n_channels,), (n_numbers,))

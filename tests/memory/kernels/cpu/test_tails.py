@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from hybridmem.memory.kernels import Erase, StateSlots, cpu, reference
+from tests.extent import IS_LONG
 from tests.memory.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of, table
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 
-DTYPES = (torch.float32, torch.bfloat16, *((torch.float16,) if IS_FULL else ()))
+DTYPES = (torch.float32, *((torch.bfloat16,) if IS_LONG else ()), *((torch.float16,) if IS_FULL else ()))
 """Each is compiled on its own, which takes seconds."""
 
 COUNTS, LENGTHS, FOLDS = (0, 1, 2, 9, 9, 3), (1, 1, 2, 1, 20, 1), (1, 0, 3, 4, 21, 0)
