@@ -286,11 +286,6 @@ def _check_spec(spec: MemorySpec) -> None:
                 raise SpecError(
                     f"layer {layer} of {spec.model} reads an encoder's output; gradients go through decoders alone"
                 )
-            if isinstance(memory, IndexSpec) and memory.span_tokens > 1:
-                raise SpecError(
-                    f"layer {layer} of {spec.model} has an index that chooses spans of {memory.span_tokens} rows; "
-                    "gradients go through indexes that choose single rows alone: train this model in transformers"
-                )
             if isinstance(memory, AttentionSpec) and memory.storage is not None:
                 raise SpecError(
                     f"layer {layer} of {spec.model} has {memory.storage}; gradients go through rows that are kept as "

@@ -19,13 +19,10 @@ from tests.models.checkpoints import CONFIGS, draw_tokens
 from tests.subjects import IS_FULL
 
 FAMILIES = (
-    "bamba", "deepseek-v3.2", "gemma2", "gemma3", "inkling-log-scale", "jamba", "kimi-linear", "lfm2", "minimax",
-    "qwen3-next", "recurrent-gemma", "rwkv", "rwkv7", "xlstm-biases", "zaya",
+    "bamba", "deepseek-v3.2", "gemma2", "gemma3", "glm5-next", "inkling-log-scale", "jamba", "kimi-linear", "lfm2",
+    "minimax", "qwen3-next", "qwen4-exp", "recurrent-gemma", "rwkv", "rwkv7", "xlstm-biases", "zaya",
 )  # fmt: skip
 """One of each attention and recurrence."""
-OF_SPANS = ("glm5-next", "glm5-next-two-of-eight-experts-in-groups", "qwen4-exp", "qwen4-exp-two-of-four-experts")
-"""Their index chooses spans of rows, which training refuses."""
-ALL = [name for name in CONFIGS if name not in OF_SPANS]
 TOLERANCE = 1e-10
 """Of the largest number of each tensor's gradient, in float64. Rounding alone is some 1e-14."""
 
@@ -87,7 +84,7 @@ def expect(reference: Any, texts: Texts) -> dict[str, Tensor]:
     return {part: peers.logprobs(reference, tokens, since) for part, (tokens, since) in whole.items()}
 
 
-@pytest.mark.parametrize("name", ALL if IS_FULL else FAMILIES)
+@pytest.mark.parametrize("name", CONFIGS if IS_FULL else FAMILIES)
 @pytest.mark.parametrize("texts", (SHORT, MIDDLE, LONG) if IS_FULL else (SHORT,), ids=lambda texts: texts.chunks)
 def test_a_text_that_was_rolled_back_and_forked(name: str, texts: Texts) -> None:
     model = peers.random_model(name, torch.float64)

@@ -11,7 +11,6 @@ from hybridmem.memory import (
     BatchError,
     CrossAttentionSpec,
     HybridMemory,
-    IndexSpec,
     MemorySpec,
     RollbackError,
     SequenceError,
@@ -93,14 +92,6 @@ def test_encoders_are_refused() -> None:
         memory_spec = MemorySpec(((CrossAttentionSpec(2, 2, 4),),), 8)
 
     with pytest.raises(SpecError, match="reads an encoder's output"):
-        Tape(Model())
-
-
-def test_indexes_of_spans_are_refused() -> None:
-    class Model:
-        memory_spec = MemorySpec(((IndexSpec(2, 4, 8, span_tokens=4),),), 8)
-
-    with pytest.raises(SpecError, match="chooses spans of 4 rows"):
         Tape(Model())
 
 
