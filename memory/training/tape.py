@@ -19,7 +19,7 @@ from hybridmem.defaults import ROLLBACK_WINDOW
 from hybridmem.memory.blocks.arguments import is_integer, read_count
 from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, SpecError
 from hybridmem.memory.eviction import EvictionPolicy
-from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, MemorySpec
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
 from hybridmem.memory.training.boundaries import Boundaries
 from hybridmem.memory.training.chunk import Chunk, Head, Record, logprobs_of, no_values
 from hybridmem.memory.training.kept import with_own_policies
