@@ -10,9 +10,9 @@ CHUNK_TOKENS = 7
 def gradient_rounding(*, quick: bool) -> Report:
     """Measure the rounding of gradients in float32, through the memory and by transformers over whole texts.
 
-    The texts are those of the tests: a prompt, a rollback and a fork, in chunks of seven tokens. There is a random model
-    of each architecture. An error is the largest difference from transformers' gradient in float64, of the largest
-    number of its tensor.
+    The texts are those of the tests: a prompt, a rollback and a fork, in chunks of seven tokens. There is a random
+    model of each architecture. An error is the largest difference from transformers' gradient in float64, as a part of
+    the largest number of its tensor.
     """
     from tests.memory.training import peers
     from tests.memory.training.texts import SHORT, expect_gradients, go_back

@@ -18,7 +18,9 @@ from tests.models.checkpoints import draw_tokens
 TOKENS = draw_tokens(60)
 
 
-def gradients(name: str, policy: EvictionPolicy | None = None, **options: Any) -> tuple[dict[str, torch.Tensor], Tape, dict[str, int]]:
+def gradients(
+    name: str, policy: EvictionPolicy | None = None, **options: Any
+) -> tuple[dict[str, torch.Tensor], Tape, dict[str, int]]:
     """Gradients of a text of fifteen chunks, the tape, and its usage after forward."""
     model = peers.random_model(name)
     own = Trainable.of(model).model()
