@@ -26,7 +26,7 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
         "parity", "bookkeeping", "rollback", "drift", "folds", "holes", "memory", "prefixes", "restarts", "agentic",
         "kernels", "delta-rules", "indexed", "sampling", "schemas", "states", "sparse", "speculative", "drafts",
         "trees", "prefill", "decode", "dtypes", "without-bfloat16", "bridge", "gradients",
-        "reproducible",
+        "gradient-rounding", "reproducible",
     )  # fmt: skip
     failed = [
         name

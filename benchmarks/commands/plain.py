@@ -22,6 +22,7 @@ from benchmarks import (
     prefixes,
     reproducible,
     restarts,
+    rounding,
     sampling,
     speculative,
     states,
@@ -40,8 +41,9 @@ WITH_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "folds": (folds.folds, BOOK_TESTS),
     "gradients": (
         gradients.gradients,
-        ("tests/memory/training/test_parity.py::test_a_text_that_was_rolled_back_and_forked[7-jamba]",),
+        ("tests/memory/training/test_parity.py::test_a_text_that_was_rolled_back_and_forked[1-7-jamba]",),
     ),
+    "gradient-rounding": (rounding.gradient_rounding, ("tests/memory/training/test_rounding.py",)),
     "holes": (holes.holes, ("tests/memory/sequences/test_compactor.py",)),
     "indexed": (indexed.indexed, ("tests/memory/kernels/test_row_choice.py",)),
     "kernels": (kernels.kernels, ("tests/memory/kernels/test_kernels.py",)),

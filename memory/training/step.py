@@ -164,14 +164,8 @@ class TrainingStep:
             parts = zip(*map(self.segments.split, (q, k, weights)), strict=True)
             for i, (own_q, own_k, own_weights) in enumerate(parts):
                 k_RD = torch.cat([*self._before.index_keys(i, place, self.spec.device), own_k])[:, 0].float()
-                products = torch.einsum("thd,rd->thr", own_q.float(), k_RD).mul_(scale).relu_()
-                scores_TR = torch.einsum("th,thr->tr", own_weights, products)
-                n_before = len(k_RD) - len(own_q)
-                later_TR = torch.ones_like(scores_TR, dtype=torch.bool).triu(n_before + 1)
-                scores_TR = scores_TR.masked_fill(later_TR, -torch.inf)
-                best_first = scores_TR.sort(dim=1, descending=True, stable=True).indices[:, : spec.n_chosen]
-                masks.append(torch.zeros_like(later_TR).scatter_(1, best_first, True))
-        return ChosenRows(spec.n_chosen, masks)  # type: ignore[arg-type]
+                masks.append(_seen_rows(own_q, k_RD, own_weights, scale, spec))
+        return ChosenRows(spec.n_chosen, masks, spec.span_tokens)  # type: ignore[arg-type]
 
     def cross_attend(self, layer: int, q: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
         raise StepError(f"layer {layer} reads an encoder's output, for which no gradients are computed here")
@@ -190,3 +184,21 @@ class TrainingStep:
         if len(found) != 1:
             raise StepError(f"layer {layer} has {len(found)} memories of {kind.__name__}; name={name!r} picks none")
         return (layer, found[0].name), found[0]
+
+
+def _seen_rows(q_THD: Tensor, k_RD: Tensor, weights_TH: Tensor, scale: float, spec: IndexSpec) -> Tensor:
+    """Return (T, R): True for the rows that an index chooses for a query, and for rows behind its last whole span.
+
+    The queries are those of the newest T of R tokens. Of spans with equal scores, the oldest are chosen.
+    """
+    span, n_rows = spec.span_tokens, len(k_RD)
+    ends_T1 = torch.arange(n_rows - len(q_THD), n_rows, device=k_RD.device)[:, None] + 1
+    k_KD = k_RD[span - 1 :: span]  # The key of a span is that of its last token.
+    products_THK = torch.einsum("thd,kd->thk", q_THD.float(), k_KD).mul_(scale).relu_()
+    scores_TK = torch.einsum("th,thk->tk", weights_TH, products_THK)
+    scores_TK = scores_TK.masked_fill_(torch.arange(len(k_KD), device=k_RD.device) >= ends_T1 // span, -torch.inf)
+    best_first = scores_TK.sort(dim=1, descending=True, stable=True).indices[:, : spec.n_chosen // span]
+    chosen_TK = torch.zeros_like(scores_TK, dtype=torch.bool).scatter_(1, best_first, True)
+    is_seen_TR = torch.arange(n_rows, device=k_RD.device) >= ends_T1 // span * span
+    is_seen_TR[:, : len(k_KD) * span] |= chosen_TK.repeat_interleave(span, 1)
+    return is_seen_TR

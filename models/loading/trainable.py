@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never
 
@@ -48,10 +49,17 @@ class Trainable(nn.Module):
         cls, path_or_hub_id: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "float32",
         **unknown: Never,
     ) -> Trainable:  # fmt: skip
-        """Read weights from a folder, a GGUF file or the hub, as `load_model` does. Quantised ones become floats."""
+        """Read weights from a folder, a GGUF file or the hub, as `load_model` does. Quantised ones become floats.
+
+        Args:
+            dtype: as for `load_model`; or "float64", in which training is slow, and shows what rounding does.
+        """
         if unknown:
             refuse_arguments("Trainable.load", (), unknown)
-        opened = open_model(path_or_hub_id, device=device, dtype=dtype)
+        is_double = dtype in ("float64", torch.float64)
+        opened = open_model(path_or_hub_id, device=device, dtype="float32" if is_double else dtype)
+        if is_double:
+            opened = replace(opened, dtype=torch.float64)  # `open_model` refuses it, because memories do.
         tensors = {name: x.to(opened.device) for name, x in opened.checkpoint().read_below([""]).items()}
         return cls(opened.config, opened.config.architectures[0], _Tree(tensors))
 

@@ -23,6 +23,13 @@ def random_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return model
 
 
+def in_float64(model: Any, name: str) -> Any:
+    """Return a model with the same weights, in float64."""
+    exact = random_model(name, torch.float64)
+    exact.load_state_dict(model.state_dict())
+    return exact
+
+
 def reference_of(model: Any) -> Any:
     """A copy, without those forms of transformers that compute no gradients, or lose digits."""
     twin = copy.deepcopy(model)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybridmem.memory import CapacityError
+from hybridmem.memory.eviction import H2O, EvictionPolicy
 from hybridmem.memory.training import Tape
 from hybridmem.models import Trainable
 from tests.memory.training import peers
@@ -17,10 +18,14 @@ from tests.models.checkpoints import draw_tokens
 TOKENS = draw_tokens(60)
 
 
-def gradients(name: str, **options: Any) -> tuple[dict[str, torch.Tensor], Tape, dict[str, int]]:
+def gradients(
+    name: str, policy: EvictionPolicy | None = None, **options: Any
+) -> tuple[dict[str, torch.Tensor], Tape, dict[str, int]]:
     """Gradients of a text of fifteen chunks, the tape, and its usage after forward."""
     model = peers.random_model(name)
-    tape = Tape(Trainable.of(model).model(), chunk_tokens=4, **options)
+    own = Trainable.of(model).model()
+    own.memory_spec = own.memory_spec.with_policy(policy)
+    tape = Tape(own, chunk_tokens=4, **options)
     text = tape.open()
     loss = -tape.run({text: TOKENS})[text].mean()
     usage = tape.usage()
@@ -42,6 +47,26 @@ def test_files_hold_what_the_budget_does_not(tmp_path: Path) -> None:
     assert_same(found, expected)
     assert tape.usage() == {"device": 0, "host": 0, "files": 0, "computed again": 0}
     assert not [*tmp_path.iterdir()]
+
+
+POLICY = H2O(6, recent=2, every=4)
+
+
+def test_files_hold_rows_that_a_policy_keeps(tmp_path: Path) -> None:
+    expected, _, whole = gradients("jamba", POLICY, rollback_window=3)
+    found, tape, usage = gradients("jamba", POLICY, rollback_window=3, budget=whole["device"] // 3, folder=tmp_path)
+    assert usage["device"] <= whole["device"] // 3
+    assert usage["device"] + usage["files"] == whole["device"]
+    assert_same(found, expected)
+    assert tape.usage() == {"device": 0, "host": 0, "files": 0, "computed again": 0}
+
+
+def test_states_are_computed_again_from_rows_that_a_policy_keeps() -> None:
+    expected, _, whole = gradients("jamba", POLICY, rollback_window=3)
+    found, tape, usage = gradients("jamba", POLICY, rollback_window=3, budget=whole["device"] * 3 // 4)
+    assert usage["device"] <= whole["device"] * 3 // 4
+    assert tape.usage()["computed again"] > 0
+    assert_same(found, expected)
 
 
 def test_states_are_computed_again_where_nothing_else_has_room() -> None:

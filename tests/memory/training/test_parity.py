@@ -5,102 +5,33 @@ Both are computed in float64, so that what is compared is formulas, not rounding
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import pytest
 import torch
-from torch import Tensor
 
-from hybridmem.memory.kernels.double_precision import precision_for
-from hybridmem.memory.training import Tape
-from hybridmem.models import Trainable
 from tests.extent import one_in
 from tests.memory.training import peers
-from tests.models.checkpoints import CONFIGS, draw_tokens
+from tests.memory.training.texts import LONG, MIDDLE, SHORT, Texts, expect_gradients, go_back
+from tests.models.checkpoints import CONFIGS
 from tests.subjects import IS_FULL
 
 FAMILIES = (
-    "bamba", "deepseek-v3.2", "gemma2", "gemma3", "inkling-log-scale", "jamba", "kimi-linear", "lfm2", "minimax",
-    "qwen3-next", "recurrent-gemma", "rwkv", "rwkv7", "xlstm-biases", "zaya",
+    "bamba", "deepseek-v3.2", "gemma2", "gemma3", "glm5-next", "inkling-log-scale", "jamba", "kimi-linear", "lfm2",
+    "minimax", "qwen3-next", "qwen4-exp", "recurrent-gemma", "rwkv", "rwkv7", "xlstm-biases", "zaya",
 )  # fmt: skip
 """One of each attention and recurrence."""
-OF_SPANS = ("glm5-next", "glm5-next-two-of-eight-experts-in-groups", "qwen4-exp", "qwen4-exp-two-of-four-experts")
-"""Their index chooses spans of rows, which training refuses."""
-ALL = [name for name in CONFIGS if name not in OF_SPANS]
 TOLERANCE = 1e-10
 """Of the largest number of each tensor's gradient, in float64. Rounding alone is some 1e-14."""
 
 
-class Texts(NamedTuple):
-    """Texts of one prompt, and the sizes of chunks in which they are computed.
-
-    Chunks of up to 64 tokens are cut in the prompt, and behind the fork and the rollback; those of 512 only in the
-    prompt. One reference serves all sizes, because transformers' gradients over whole texts cost more than ours.
-    """
-
-    chunk_sizes: tuple[int, ...]
-    prompt: list[int]
-    dropped: list[int]
-    added: list[int]
-    other: list[int]
-
-    @property
-    def chunks(self) -> str:
-        return "-".join(map(str, self.chunk_sizes))
-
-    @classmethod
-    def draw(cls, chunk_sizes: tuple[int, ...], n_prompt: int, n_later: int) -> Texts:
-        counts = (n_prompt, n_later + 4, n_later, n_later + 1)
-        return cls(chunk_sizes, *(draw_tokens(n, seed=n) for n in counts))
-
-
-SHORT = Texts.draw((1, 7), 20, 5)
-MIDDLE = Texts.draw((64,), 150, 70)
-LONG = Texts.draw((512,), 530, 5)
-
-
-def weighted(values: Tensor) -> Tensor:
-    """A loss in which every token counts, with a weight of its own."""
-    weights = torch.randn(len(values), generator=torch.Generator().manual_seed(len(values)), dtype=torch.float64)
-    return (values * weights).sum()
-
-
-def record(tape: Tape, texts: Texts) -> dict[str, Tensor]:
-    """Record the texts with a rollback and a fork in their history. Returns the values of each part."""
-    text = tape.open()
-    values = {"prompt": tape.run({text: texts.prompt})[text]}
-    twin = tape.fork(text)
-    values["dropped"] = tape.run({text: texts.dropped})[text]
-    tape.rollback(text, to=len(texts.prompt) + 3)
-    found = tape.run({text: texts.added, twin: texts.other})
-    return {**values, "added": found[text], "other": found[twin]}
-
-
-def expect(reference: Any, texts: Texts) -> dict[str, Tensor]:
-    """Return the same values by transformers, each from a whole text."""
-    prompt, n_prompt = texts.prompt, len(texts.prompt)
-    whole = {
-        "prompt": (prompt, 0),
-        "dropped": (prompt + texts.dropped, n_prompt),
-        "added": (prompt + texts.dropped[:3] + texts.added, n_prompt + 3),
-        "other": (prompt + texts.other, n_prompt),
-    }
-    return {part: peers.logprobs(reference, tokens, since) for part, (tokens, since) in whole.items()}
-
-
-@pytest.mark.parametrize("name", ALL if IS_FULL else one_in(3, FAMILIES))
+@pytest.mark.parametrize("name", CONFIGS if IS_FULL else one_in(3, FAMILIES))
 @pytest.mark.parametrize("texts", (SHORT, MIDDLE, LONG) if IS_FULL else (SHORT,), ids=lambda texts: texts.chunks)
 def test_a_text_that_was_rolled_back_and_forked(name: str, texts: Texts) -> None:
     model = peers.random_model(name, torch.float64)
     reference = peers.reference_of(model)
-    with precision_for(torch.float64):
-        expected = expect(reference, texts)
-        torch.autograd.backward(sum(weighted(values) for values in expected.values()))
-    peers.undo_rescaling(reference)
+    expected = expect_gradients(reference, texts)
     for chunk_tokens in texts.chunk_sizes if IS_FULL else texts.chunk_sizes[-1:]:
         model.zero_grad()
-        found = record(Tape(Trainable.of(model).model(), chunk_tokens=chunk_tokens), texts)
-        sum(weighted(values) for values in found.values()).backward()
+        found = go_back(model, texts, chunk_tokens)
         for part, values in expected.items():
             assert torch.allclose(found[part], values, atol=TOLERANCE), (chunk_tokens, part)
         error, where = peers.worst(model, reference)

@@ -24,7 +24,8 @@ from hybridmem.memory.eviction import (
     SnapKV,
 )
 from hybridmem.memory.kernels.double_precision import precision_for
-from hybridmem.memory.training import Tape
+from hybridmem.memory.training import Tape, chunk
+from hybridmem.memory.training import tape as tape_module
 from hybridmem.models import Trainable, from_transformers
 from tests.inside import layer_memories
 from tests.memory.training import peers
@@ -111,9 +112,14 @@ def reading(reference: Any, is_read: dict[int, Tensor]) -> Iterator[None]:
 
 # In the first layer of Llama, the keys of equal tokens are equally long, so that rounding alone would choose for KNorm.
 CASES = [(name, p) for name in ("jamba", "llama") for p in POLICIES if (name, type(p)) != ("llama", KNorm)]
+OF_LATENTS = [("deepseek-v3-no-experts", policy) for policy in POLICIES]
+"""Values are a part of the keys there, and all query heads share one."""
+QUICK = [*CASES[:2], OF_LATENTS[1]]
 
 
-@pytest.mark.parametrize(("name", "policy"), CASES if IS_FULL else CASES[:2], ids=lambda x: getattr(x, "label", x))
+@pytest.mark.parametrize(
+    ("name", "policy"), CASES + OF_LATENTS if IS_FULL else QUICK, ids=lambda x: getattr(x, "label", x)
+)
 def test_rows_that_were_read_have_gradients(name: str, policy: EvictionPolicy) -> None:
     model = peers.random_model(name, torch.float64)
     reference = peers.reference_of(model)
@@ -148,3 +154,41 @@ def test_rows_that_were_read_have_gradients(name: str, policy: EvictionPolicy) -
         assert torch.allclose(found[part], values, atol=1e-10), part
     error, where = peers.worst(model, reference)
     assert error <= 1e-10, f"{error} in {where}"
+
+
+def test_texts_that_share_chunks_read_what_each_reads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Company moves no cut, and each text has its own kept rows."""
+    texts = [[draw_tokens(n, seed=n) for n in counts] for counts in ((19, 5), (22, 8), (17, 6))]
+    shared = list[int]()
+
+    class Counted(chunk.Chunk):
+        def forward(self) -> tuple[Tensor, Tensor]:
+            shared.append(len(self._pieces))
+            return super().forward()
+
+    monkeypatch.setattr(tape_module, "Chunk", Counted)
+    model = peers.random_model("jamba", torch.float64)
+    trainable = Trainable.of(model)
+
+    def gradients(*groups: list[list[list[int]]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        model.zero_grad()
+        values = list[Tensor]()
+        for group in groups:
+            own = trainable.model()
+            own.memory_spec = own.memory_spec.with_policy(H2O(6, recent=2, every=4))
+            tape = Tape(own, chunk_tokens=2 * CHUNK, rollback_window=WINDOW)
+            branches = [tape.open() for _ in group]
+            for part in zip(*group, strict=True):
+                values += tape.run(dict(zip(branches, part, strict=True))).values()
+        torch.cat(values).sum().backward()
+        return values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    together, found = gradients(texts)
+    assert max(shared) > 1
+    shared.clear()
+    alone, expected = gradients(*[[text] for text in texts])
+    assert max(shared) == 1
+    for i, own in enumerate(together):
+        assert torch.allclose(own, alone[i % 3 * 2 + i // 3], atol=1e-12)
+    for name, grad in expected.items():
+        assert (found[name] - grad).abs().max() <= 1e-10 * grad.abs().max(), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from hybridmem.memory import (
     BatchError,
     CrossAttentionSpec,
     HybridMemory,
-    IndexSpec,
     MemorySpec,
     RollbackError,
     SequenceError,
@@ -24,6 +24,7 @@ from hybridmem.memory.training import Tape
 from hybridmem.models import Trainable, UnsupportedModelError, add_lora, from_transformers, load_model
 from tests.memory.training import peers
 from tests.models.checkpoints import draw_tokens
+from tests.models.gguf_files import write_gguf
 
 TOKENS = draw_tokens(20)
 
@@ -109,14 +110,6 @@ def test_encoders_are_refused() -> None:
         Tape(Model())
 
 
-def test_indexes_of_spans_are_refused() -> None:
-    class Model:
-        memory_spec = MemorySpec(((IndexSpec(2, 4, 8, span_tokens=4),),), 8)
-
-    with pytest.raises(SpecError, match="chooses spans of 4 rows"):
-        Tape(Model())
-
-
 def test_pages_for_each_query_and_storages_are_refused(trainable: Trainable) -> None:
     model = trainable.model()
     spec = model.memory_spec
@@ -142,6 +135,34 @@ def test_what_is_no_model_of_transformers_is_refused(trainable: Trainable) -> No
     for wrong in wrongs:
         with pytest.raises(UnsupportedModelError, match=r"Trainable\.load\(\) reads"):
             Trainable.of(wrong)
+
+
+def test_weights_of_files_in_float64(tmp_path: Path) -> None:
+    reference = peers.random_model("bamba").double()
+    reference.save_pretrained(tmp_path)
+    trainable = Trainable.load(tmp_path, dtype="float64")
+    assert {p.dtype for p in trainable.parameters()} == {torch.float64}
+    values = []
+    for own in (trainable, Trainable.of(reference)):
+        tape = Tape(own.model(), chunk_tokens=7)
+        text = tape.open()
+        values.append(tape.run({text: TOKENS})[text])
+        values[-1].sum().backward()
+    assert torch.equal(*values)
+    expected = dict(reference.named_parameters())
+    for name, parameter in trainable.named_parameters():
+        assert torch.equal(parameter.grad, expected[name.removeprefix("weights.")].grad), name
+
+
+def test_coded_weights_in_float64(tmp_path: Path) -> None:
+    peers.random_model("llama").save_pretrained(tmp_path)
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", "Q8_0")
+    single, double = (
+        dict(Trainable.load(file, dtype=dtype).named_parameters()) for dtype in ("float32", torch.float64)
+    )
+    for name, parameter in double.items():
+        assert parameter.dtype == torch.float64
+        assert torch.allclose(parameter, single[name].double(), rtol=1e-6), name
 
 
 def test_a_chunk_has_a_token(trainable: Trainable) -> None:
