@@ -53,7 +53,6 @@ def test_these_prompts_are_longer_than_what_an_index_chooses(name: str) -> None:
     assert chosen and max(chosen) < 21
 
 
-@pytest.mark.filterwarnings("ignore:.*of Glm5Next.* are not used")
 @pytest.mark.parametrize("name", WHOLE)
 def test_attach_leaves_nothing_behind_and_its_memory_serves_our_model_too(name: str) -> None:
     model = hf_model(name)
