@@ -41,7 +41,9 @@ class GridSight(Sight):
 class FlatGridSight(GridSight):
     """Says that a picture is such a grid in the tower alone: for the language model each row is a token's place."""
 
-    prefixes = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
+    prefixes: tuple[str, ...] = (
+        "model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.",
+    )  # fmt: skip
     n_axes = 1
 
     def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
