@@ -153,9 +153,10 @@ _ALL_ROWS = ("pages", "pages of indexed attention", "pages of index")
 """Pools of rows that a sequence keeps for each of its tokens."""
 MINOR = ".".join(transformers.__version__.split(".")[:2])
 SEES = {
-    "Lfm2ForCausalLM": ("Lfm2Vl",), "Lfm3ForCausalLM": ("Lfm3Vl",),
-    "NemotronHForCausalLM": ("NemotronH_Omni_Reasoning_V3",), "Qwen3_5ForCausalLM": ("Qwen3_5", "MiniCPMV4_7"),
-    "Qwen3_5MoeForCausalLM": ("Qwen3_5Moe",), "Qwen4ExpForCausalLM": ("Qwen4Exp",),
+    "Glm5NextForConditionalGeneration": ("Glm5Next",), "Lfm2ForCausalLM": ("Lfm2Vl",), "Lfm3ForCausalLM": ("Lfm3Vl",),
+    "NemotronHForCausalLM": ("NemotronH_Omni_Reasoning_V3",),
+    "Qwen3_5ForCausalLM": ("Qwen3_5", "MiniCPMV4_6", "MiniCPMV4_7"), "Qwen3_5MoeForCausalLM": ("Qwen3_5Moe",),
+    "Qwen4ExpForCausalLM": ("Qwen4Exp",),
 }  # fmt: skip
 """Language models -> the architectures of those that also see, without the ending ForConditionalGeneration."""
 _SEE_ALONE = ("Glm5NextForConditionalGeneration",)

@@ -27,7 +27,8 @@ from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.span_indexer import PoolIndexer
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
-from hybridmem.models.vision.pictures import text_config_of
+from hybridmem.models.vision.grid import PlainGridSight
+from hybridmem.models.vision.pictures import pictures_below, text_config_of
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError, check_numbers, require
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ _EXPERTS_ACTIVATION = "silu"
 
 @register("Glm5NextForConditionalGeneration")
 class Glm5Next(Decoder):
-    """Implements the language model of GLM-5.3. Its layers for multi-token prediction are not loaded."""
+    """Implements GLM-5.3. Its tower is loaded at the first picture; layers for multi-token prediction never are."""
 
     def __init__(self, config: Glm5NextConfig, checkpoint: Checkpoint) -> None:
         text = text_config_of(config)
@@ -83,6 +84,7 @@ class Glm5Next(Decoder):
                 )
             )
         super().__init__(text, checkpoint, vocabulary, layers, in_turn(_mean_of(n_streams), norm("norm")))
+        self.see(pictures_below(PlainGridSight(config), config, checkpoint))
 
     def _mixer(self, config: Any, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
         kind = config.layer_types[i]

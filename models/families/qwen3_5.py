@@ -19,6 +19,7 @@ from hybridmem.models.loading.architectures import register
 from hybridmem.models.vision.canvas import CanvasSight
 from hybridmem.models.vision.grid import GridSight
 from hybridmem.models.vision.pictures import Sight, pictures_below, text_config_of
+from hybridmem.models.vision.slices import SliceSight
 from hybridmem.models.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
@@ -69,6 +70,14 @@ class Qwen35Moe(Qwen35):
         self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str
     ) -> Callable[[Tensor], Tensor]:
         return load_mixture(config, checkpoint, prefix, renormalise=True)
+
+
+@register("MiniCPMV4_6ForConditionalGeneration")
+class MiniCPMV46(Qwen35):
+    """Implements MiniCPM-V 4.6 (OpenBMB 2026): Qwen3.5 with a tower whose rows stand in the places of tokens."""
+
+    def _sight(self, config: PreTrainedConfig) -> Sight:
+        return SliceSight(config)
 
 
 @register("MiniCPMV4_7ForConditionalGeneration")

@@ -30,9 +30,12 @@ from hybridmem.models.hf.latent import attend_latent, check_latent
 from hybridmem.models.hf.mixers import Module
 from hybridmem.models.hf.passes import CURRENT_PASS, Pass
 from hybridmem.models.hf.probe import check_mixer
-from hybridmem.models.hf.replacing import find_modules
+from hybridmem.models.hf.replacing import find_modules, refuse_options
 from hybridmem.models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
+
+_HONOURED = ("sliding_window", "softcap")
+"""Options of attention that `_attend` honours, or compares with the memory's spec."""
 
 
 def attach(hf_model: PreTrainedModel) -> Attached:
@@ -340,6 +343,5 @@ def _check_attention(module: Module, layer: int, current: Pass, options: dict[st
     what = f"{type(module).__name__} of layer {layer}"
     if (window := options.get("sliding_window")) != spec.window:
         raise StepError(f"{what} attends to {window} tokens, its memory holds {spec.window}")
-    if options.get("s_aux") is not None:
-        raise StepError(f"{what} wants s_aux={options['s_aux']!r}, which attach does not implement")
+    refuse_options(what, {name: value for name, value in options.items() if name not in _HONOURED})
     return spec

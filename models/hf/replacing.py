@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hybridmem.memory import MemorySpec, RecurrentSpec
+from hybridmem.memory import MemorySpec, RecurrentSpec, StepError
 from hybridmem.models.hf.attentions import ATTENTIONS, memory_layer
 from hybridmem.models.hf.mixers import MIXERS, Mix, MixMany, Module
 from hybridmem.models.hf.passes import CURRENT_PASS, Pass
@@ -36,6 +36,12 @@ _N_FURTHER_OUTPUTS = {
 }
 """Maps classes of modules to the number of values that they return beside their outputs: None serves their layers."""
 
+_KNOWN_ELSEWHERE = {
+    "cache", "cache_params", "cache_position", "dropout", "input_ids", "output_attentions", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict", "use_cache",
+}  # fmt: skip
+"""Options that transformers gives all modules of a model, and that change no output, or that the pass knows better."""
+
 
 @dataclass(frozen=True)
 class Replaced:
@@ -58,13 +64,16 @@ class Replaced:
     def forward(self) -> Callable[..., Any]:
         """Return `run(original, *args, **kwargs)`, which runs the mix if a pass is open, and the original if not."""
         n_further = next((_N_FURTHER_OUTPUTS[n] for n in _names_of(self.module) if n in _N_FURTHER_OUTPUTS), 0)
-        options, names = self.options, [*inspect.signature(type(self.module).forward).parameters][1:]
+        options, what = self.options, f"{type(self.module).__name__} of layer {self.module.layer_idx}"
+        parameters = [*inspect.signature(type(self.module).forward).parameters.values()][1:]
+        names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD]
 
         def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             current = CURRENT_PASS.get()
             if current is None:
                 return original(*args, **kwargs)
             given = dict(zip(names, args, strict=False)) | kwargs
+            refuse_options(what, {name: value for name, value in given.items() if name not in (*names, *options)})
             packed = {name: _pack(given[name], current) for name in options if name in given}
             # Modules call their input by different names, but it always comes first.
             hidden = args[0] if args else given[names[0]]
@@ -75,6 +84,14 @@ class Replaced:
             return (output, *(None,) * n_further) if n_further else output
 
         return run
+
+
+def refuse_options(what: str, options: Mapping[str, Any]) -> None:
+    """Raise StepError for an option of a module's call that has a value and would be ignored."""
+    for name, value in options.items():
+        if value is not None and value is not False and name not in _KNOWN_ELSEWHERE:
+            shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise StepError(f"{what} wants {name}={shown}, which attach does not implement; leave it out")
 
 
 def find_modules(

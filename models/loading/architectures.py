@@ -59,6 +59,7 @@ _MODULES = {
     "LlamaForCausalLM": "hybridmem.models.families.llama",
     "Mamba2ForCausalLM": "hybridmem.models.families.mamba",
     "MambaForCausalLM": "hybridmem.models.families.mamba",
+    "MiniCPMV4_6ForConditionalGeneration": "hybridmem.models.families.qwen3_5",
     "MiniCPMV4_7ForConditionalGeneration": "hybridmem.models.families.qwen3_5",
     "MiniMaxForCausalLM": "hybridmem.models.families.minimax",
     "MistralForCausalLM": "hybridmem.models.families.llama",

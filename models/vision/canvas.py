@@ -17,9 +17,9 @@ from torch import Tensor
 from hybridmem.memory import FormatError
 from hybridmem.memory.blocks import Int64s
 from hybridmem.memory.sequences import passages_in
-from hybridmem.models.vision.pictures import Layout, Pictures, Sight
-from hybridmem.models.vision.reading import PictureError
-from hybridmem.models.weights.checkpoint import UnsupportedModelError
+from hybridmem.models.vision.pictures import Layout, Pictures
+from hybridmem.models.vision.slices import SliceSight
+from hybridmem.models.vision.token_ids import read_token_id
 
 if TYPE_CHECKING:
     from transformers import MiniCPMV4_7Config
@@ -31,24 +31,19 @@ Part = tuple[int | None, Int64s]
 """A token of the vocabulary, or None for rows of the tower; and their positions (3, n)."""
 
 
-class CanvasSight(Sight):
+class CanvasSight(SliceSight):
     """Says that a picture takes as many positions as the longer side of its canvas, and one.
 
     A line break right behind a picture stands at the picture's first position, and takes none.
     """
 
-    prefixes = ("model.vision_tower.", "model.merger.")
     n_axes = 3
 
     def __init__(self, config: MiniCPMV4_7Config) -> None:
-        absent = [name for name in ("image_token_id", *_MARKS) if getattr(config, name) is None]
-        if absent:
-            raise UnsupportedModelError(f"{absent[0]}=None; pictures of MiniCPM-V 4.7 need the ids of all their tokens")
-        self.placeholder_id = int(config.image_token_id)
+        super().__init__(config)
         self._begin, self._end, self._begin_slice, self._end_slice, self._newline = (
-            int(getattr(config, name)) for name in _MARKS
+            read_token_id(config, name) for name in _MARKS
         )
-        self._merge = 2 if config.downsample_mode == "4x" else 4
         self._behind: dict[int, Passage] = {}
 
     def rows(self, inputs: Mapping[str, Any], rows: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
@@ -94,24 +89,6 @@ class CanvasSight(Sight):
             row = pictures.embed(torch.tensor([self._newline], device=pictures.device))
             self._behind[n_positions] = pictures.soft_tokens.add(digest, row, np.full((3, 1), -n_positions), 0)
         return int(self._behind[n_positions].token_ids[0])
-
-    def _number(self, number: int, id_of: Callable[[str], int | None]) -> list[int]:
-        """Return the tokens that say which picture of the prompt this one is."""
-        names = ["<image_id>", *str(number), "</image_id>"]
-        ids = [id_of(name) for name in names]
-        if not all(isinstance(id, int) for id in ids):
-            absent = names[next(i for i, id in enumerate(ids) if not isinstance(id, int))]
-            raise PictureError(f"a picture needs the token {absent!r}, and the tokenizer was not given or has none")
-        return ids  # type: ignore[return-value]
-
-    def _sizes(self, inputs: Mapping[str, Any]) -> list[tuple[int, int]]:
-        """Return the rows and columns of the small copy and of each slice."""
-        return [(int(height) // self._merge, int(width) // self._merge) for height, width in inputs["target_sizes"]]
-
-    def _slices(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
-        """Return in how many rows and columns the picture is sliced; 0, 0 if it is not."""
-        n_rows, n_columns = (int(n) for n in inputs["grids"][0])
-        return n_rows, n_columns
 
     def _canvas(self, inputs: Mapping[str, Any]) -> tuple[int, int]:
         whole, *slices = self._sizes(inputs)

@@ -9,6 +9,7 @@ import numpy as np
 
 from hybridmem.memory.blocks import Int64s
 from hybridmem.models.vision.pictures import Layout, Sight
+from hybridmem.models.vision.token_ids import read_token_id
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,10 +20,12 @@ class GridSight(Sight):
 
     prefixes: tuple[str, ...] = ("model.visual.", "visual.")
     n_axes = 3
+    kind = "vision"
+    """What the config calls the tokens around pictures by."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        self.placeholder_id = int(config.image_token_id)
-        self._around = int(config.vision_start_token_id), int(config.vision_end_token_id)
+        self.placeholder_id = read_token_id(config, "image_token_id")
+        self._around = tuple(read_token_id(config, f"{self.kind}_{end}_token_id") for end in ("start", "end"))
         self._merge = int(config.vision_config.spatial_merge_size)
 
     def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
@@ -38,11 +41,20 @@ class GridSight(Sight):
 class FlatGridSight(GridSight):
     """Says that a picture is such a grid in the tower alone: for the language model each row is a token's place."""
 
-    prefixes = ("model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.")
+    prefixes: tuple[str, ...] = (
+        "model.vision_tower.", "model.multi_modal_projector.", "vision_tower.", "multi_modal_projector.",
+    )  # fmt: skip
     n_axes = 1
 
     def positions(self, inputs: Mapping[str, Any]) -> tuple[Int64s | None, int]:
         return None, 0
+
+
+class PlainGridSight(FlatGridSight):
+    """Says the same of GLM-5.3, whose config and files have other names."""
+
+    prefixes = GridSight.prefixes
+    kind = "image"
 
 
 class ShuffledGridSight(Sight):
@@ -51,7 +63,7 @@ class ShuffledGridSight(Sight):
     prefixes = "vision_model.", "mlp1.", "vision_projector.", "multi_modal_projector.", "vision_final_layernorm."
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        self.placeholder_id = int(config.image_token_id)
+        self.placeholder_id = read_token_id(config, "image_token_id")
 
     def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:
         return ["<img>", [0, n_rows], "</img>"]

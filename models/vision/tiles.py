@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hybridmem.memory import FormatError
 from hybridmem.models.vision.grid import FlatGridSight
 from hybridmem.models.vision.pictures import Layout, Sight
+from hybridmem.models.vision.token_ids import read_token_id
 
 if TYPE_CHECKING:
     from transformers import Lfm2VlConfig
@@ -19,7 +20,7 @@ class TileSight(Sight):
     prefixes = FlatGridSight.prefixes
 
     def __init__(self, config: Lfm2VlConfig) -> None:
-        self.placeholder_id = int(config.image_token_id)
+        self.placeholder_id = read_token_id(config, "image_token_id")
         self._factor = int(config.downsample_factor)
 
     def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:

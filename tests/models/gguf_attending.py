@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -161,6 +162,62 @@ def _deepseek(config: dict[str, Any], tensors: Tensors) -> Written:
     return MODEL_ARCH.DEEPSEEK2, fields, renamed(MODEL_ARCH.DEEPSEEK2, found)
 
 
+def _indexed(config: dict[str, Any], tensors: Tensors) -> Written:
+    """Write DeepSeek-V3.2 or GLM-5: DeepSeek-V3 with an index, whose tensors are as in the checkpoint."""
+    found = {name: tensor for name, tensor in tensors.items() if ".indexer." not in name}
+    index = {name: tensor for name, tensor in tensors.items() if ".indexer." in name}
+    _, fields, written = _deepseek(config | {"model_type": "deepseek_v3"}, found)
+    n_dense = (
+        config["mlp_layer_types"].index("sparse")
+        if "sparse" in config["mlp_layer_types"]
+        else config["num_hidden_layers"]
+    )
+    fields |= _index_fields(config) | {"leading_dense_block_count": n_dense}
+    if "shared" in config.get("indexer_types", ()):
+        fields["attention.indexer.types"] = [kind == "full" for kind in config["indexer_types"]]
+    return MODEL_ARCH.GLM_DSA, fields, written | renamed(MODEL_ARCH.GLM_DSA, index)
+
+
+def _index_fields(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "attention.indexer.head_count": config["index_n_heads"], "attention.indexer.top_k": config["index_topk"],
+        "attention.indexer.key_length": config["index_head_dim"],
+    }  # fmt: skip
+
+
+def _glm5_next(config: dict[str, Any], tensors: Tensors) -> Written:
+    """Write GLM-5.3: as Kimi Linear where the package has no names for it, with an index and routed streams."""
+    n_layers, index = config["num_hidden_layers"], {}
+    rest = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
+    for name in [name for name in rest if ".hc_" in name or ".indexer." in name]:
+        layer, part = re.fullmatch(r"model\.layers\.(\d+)\.(?:self_attn\.)?(.+)", name).groups()  # type: ignore[union-attr]
+        index[f"blk.{layer}.{_OF_INDEX.get(part, f'{part}.weight')}"] = rest.pop(name)
+    as_kimi = {
+        "model_max_length": config["max_position_embeddings"], "num_experts": config["n_routed_experts"],
+        "num_experts_per_token": config["num_experts_per_tok"], "num_shared_experts": config["n_shared_experts"],
+        "layer_types": [kind.replace("indexed", "full") for kind in config["layer_types"]],
+    }  # fmt: skip
+    arch, fields, written = _delta_attention(config | as_kimi, rest, experts="mlp")
+    fields |= _index_fields(config) | {
+        "attention.indexer.kpool": config["index_kpool"], "attention.layer_norm_epsilon": 1e-6,
+        "kda.gate_lower_bound": config["linear_lower_bound"], "hyper_connection.count": config["hc_mult"],
+        "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
+        "hyper_connection.epsilon": config["hc_eps"], "expert_weights_norm": config["norm_topk_prob"],
+        "expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"],
+        "expert_shared_feed_forward_length": config["moe_intermediate_size"] * config["n_shared_experts"],
+        **{f"swiglu_clamp_{part}": [float(config["swiglu_limit"])] * n_layers for part in ("exp", "shexp")},
+    }  # fmt: skip
+    return arch, fields, written | index
+
+
+_OF_INDEX = {
+    "indexer.index_kpool_compress_ape": "indexer_compressor_ape.weight", "indexer.k_norm.bias": "indexer.k_norm.bias",
+    "indexer.index_kpool_compress_gate": "indexer_compressor_gate.weight",
+    "indexer.k_norm.weight": "indexer.k_norm.weight", "indexer.weights_proj.weight": "indexer.proj.weight",
+    "indexer.wk.weight": "indexer.attn_k.weight", "indexer.wq_b.weight": "indexer.attn_q_b.weight",
+}  # fmt: skip
+
+
 def _latent(config: dict[str, Any], layers: list[int]) -> dict[str, Any]:
     """Return the fields of Kimi Linear and Ling 3."""
     n_latent, n_rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
@@ -181,7 +238,7 @@ def _latent(config: dict[str, Any], layers: list[int]) -> dict[str, Any]:
     return fields
 
 
-def _delta_attention(config: dict[str, Any], tensors: Tensors) -> Written:
+def _delta_attention(config: dict[str, Any], tensors: Tensors, experts: str = "block_sparse_moe") -> Written:
     """Write Kimi Linear or Ling 3, which is written as Kimi Linear where the package has no names for it."""
     is_ling = config["model_type"] == "bailing_hybrid"
     layers = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
@@ -195,7 +252,7 @@ def _delta_attention(config: dict[str, Any], tensors: Tensors) -> Written:
         }  # fmt: skip
         fields |= _yarn(config["rope_parameters"]) if config["rope_parameters"]["rope_type"] == "yarn" else {}
     found: Tensors = {}
-    for name, tensor in stack_experts(tensors, "mlp" if is_ling else "block_sparse_moe").items():
+    for name, tensor in stack_experts(tensors, "mlp" if is_ling else experts).items():
         layer = name.split(".")[2] if ".layers." in name else ""
         part = name.split(f".layers.{layer}.")[-1]
         if part.endswith("_conv1d.weight"):
@@ -234,6 +291,7 @@ _RENAMED = (
 
 ATTENDING = {
     "llama": _llama, "qwen3": _qwen3, "gemma2": _gemma, "gemma3_text": _gemma, "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek, "kimi_linear": _delta_attention, "bailing_hybrid": _delta_attention,
+    "deepseek_v3": _deepseek, "deepseek_v32": _indexed, "glm_moe_dsa": _indexed, "kimi_linear": _delta_attention,
+    "bailing_hybrid": _delta_attention, "glm5_next": _glm5_next,
 }  # fmt: skip
 """What writes each type of model."""

@@ -32,7 +32,7 @@ from tests.models.gguf_attending import (
 )
 
 _ONLY_F32 = r"(norm|conv1d(_[qkv])?|conv|ffn_gate_inp|time_mix_(w1|w2|lerp_fused))\.weight$"
-_NEWER = {"bailing_hybrid": "bailingmoe3"}
+_NEWER = {"bailing_hybrid": "bailingmoe3", "deepseek_v32": "deepseek32", "glm5_next": "glm5next"}
 """Types of models whose architecture the `gguf` package does not name, and what llama.cpp calls it."""
 
 
@@ -56,16 +56,19 @@ def write_gguf(
         fuses_experts: whether gates and first products of experts become one tensor.
         others: part of a tensor's name -> the type of matrices with such names.
         world_tokens: the tokenizer's tokens, as RWKV has them, behind the one that ends texts.
-        changed: metadata that are written instead.
+        changed: metadata that are written instead; None leaves one out.
     """
     config = json.loads((folder / "config.json").read_text())
+    if "text_config" in config:
+        config = config["text_config"] | {name: config[name] for name in ("model_type", "tie_word_embeddings")}
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     arch, fields, tensors = described(config, tensors)
     if fuses_experts:
         tensors = _fused(tensors)
     writer = GGUFWriter(path, _NEWER.get(config["model_type"], MODEL_ARCH_NAMES[arch]))
     for key, value in (fields | changed).items():
-        add_field(writer, f"{writer.arch}.{key}", value)
+        if value is not None:
+            add_field(writer, f"{writer.arch}.{key}", value)
     for name, tensor in tensors.items():
         if name == leave_out or (name == "output.weight" and config.get("tie_word_embeddings")):
             continue

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
+    MiniCPMV4_6Config,
     MiniCPMV4_7Config,
     NemotronH_Omni_Reasoning_V3_Config,
     PreTrainedConfig,
@@ -49,6 +50,9 @@ SUBJECTS: dict[str, Callable[[], PreTrainedConfig]] = {
     ),
     "nemotron-h-that-sees": lambda: NemotronH_Omni_Reasoning_V3_Config(
         text_config=nemotron_config().to_dict(), vision_config=RADIO_EYES, vision_hidden_size=16, image_token_id=3
+    ),
+    "minicpm-v-4.6": lambda: MiniCPMV4_6Config(
+        text_config=qwen3_5_config().to_dict(), vision_config=CANVAS_EYES, insert_layer_id=1, image_token_id=3
     ),
     "minicpm-v": lambda: MiniCPMV4_7Config(
         text_config=qwen3_5_config().to_dict(), vision_config=CANVAS_EYES, insert_layer_id=1, image_token_id=3, **MARKS

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForImageTextToText,
     Lfm2VlConfig,
     Lfm3VlConfig,
+    MiniCPMV4_6Config,
     MiniCPMV4_7Config,
     NemotronH_Omni_Reasoning_V3_Config,
     PreTrainedConfig,
@@ -25,11 +26,13 @@ from transformers import (
     Qwen3_5MoeConfig,
     Qwen4ExpConfig,
 )
+from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from hybridmem.models.vision.pictures import Picture, Pictures
 from tests.models.checkpoints import randomise_
+from tests.models.families.glm5_next import glm5_next_config
 from tests.models.families.lfm2 import lfm2_config
 from tests.models.families.lfm3 import lfm3_config
 from tests.models.families.nemotron_h import nemotron_config
@@ -141,14 +144,37 @@ def write_minicpm_v(
     return model
 
 
+def write_minicpm_v_4_6(folder: Path) -> PreTrainedModel:
+    config = MiniCPMV4_6Config(
+        text_config=qwen3_5_config(rope_parameters=SHARES).to_dict(), vision_config=CANVAS_EYES,
+        insert_layer_id=1, image_token_id=PLACEHOLDER, video_token_id=4,
+    )  # fmt: skip
+    model = _write(folder, config)
+    MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=48, max_slice_nums=4).save_pretrained(folder)
+    return model
+
+
+def write_glm5_next(folder: Path) -> PreTrainedModel:
+    config = glm5_next_config()
+    eyes = config.vision_config
+    eyes.patch_size, eyes.image_size, eyes.out_hidden_size, eyes.depth = 4, 32, config.text_config.hidden_size, 2
+    config.image_token_id, config.image_start_token_id, config.image_end_token_id = PLACEHOLDER, 5, 6
+    config.video_token_id, config.video_start_token_id, config.video_end_token_id = 4, 51, 52
+    model = _write(folder, config)
+    Glm5NextImageProcessorPil(patch_size=4, min_image_tokens=2, max_image_tokens=24).save_pretrained(folder)
+    return model
+
+
 WRITERS: dict[str, Callable[[Path], PreTrainedModel]] = {
     "qwen3.5": write_seeing, "qwen3.5-moe": write_moe, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl,
     "nemotron-h-omni": write_nemotron_h_omni, "minicpm-v": write_minicpm_v, "qwen4-exp": write_qwen4_exp,
+    "minicpm-v-4.6": write_minicpm_v_4_6, "glm5-next": write_glm5_next,
 }  # fmt: skip
 SPECIAL = {"<|image_start|>": 5, "<|image_end|>": 6, "<|img_thumbnail|>": 9, "<|img_row_1_col_1|>": 10}
 SPECIAL |= {"<|img_row_1_col_2|>": 11, "<img>": 12, "</img>": 13}
 SPECIAL |= {"<image_id>": 31, "</image_id>": 50, "0": 26, "1": 36, "2": 24}
 LINE_BREAK = 17
+SPECIAL |= {"<image>": 5, "</image>": 6, "<slice>": 14, "</slice>": 16, "\u010a": LINE_BREAK}
 MARKS = {
     "image_start_id": 5, "image_end_id": 6, "slice_start_id": 14, "slice_end_id": 16, "newline_id": LINE_BREAK,
 }  # fmt: skip
@@ -236,8 +262,8 @@ def logits_of_peer(
 ) -> Tensor:
     """Return transformers' logits for a prompt whose pictures, in order, are these images."""
     inputs = [pictures.processor(images=[image], return_tensors="pt") for image in images]
-    is_canvas = peer.config.model_type == "minicpmv4_7"
-    if is_canvas:
+    is_sliced = peer.config.model_type in ("minicpmv4_6", "minicpmv4_7")
+    if is_sliced:
         ids = torch.tensor([_canvas_ids(parts, inputs, pictures.processor.use_image_id)])
     else:
         ids = torch.tensor([[PLACEHOLDER if id >= 1 << 62 else id for id in joined(*parts)]])
@@ -249,7 +275,7 @@ def logits_of_peer(
         each["pixel_values"] = pad(each["pixel_values"], (0, 0, 0, n))
         each["pixel_attention_mask"] = pad(each["pixel_attention_mask"], (0, n))
     seen = {
-        name: torch.cat([each[name] for each in inputs], -1 if is_canvas and name == "pixel_values" else 0)
+        name: torch.cat([each[name] for each in inputs], -1 if is_sliced and name == "pixel_values" else 0)
         for name in tensors
     }
     if peer.config.model_type in ("qwen3_5", "qwen3_5_moe", "qwen4_exp", "minicpmv4_7"):

@@ -85,6 +85,7 @@ WRONG_ONCE: list[tuple[str, Changes]] = [
     ("nemotron-h-two-of-eight-experts", {("n_routed_experts",): 7}),
     ("nemotron-h-two-of-eight-experts", {("topk_group",): -1}),
     ("nemotron-h-two-of-eight-experts", {("moe_shared_expert_intermediate_size",): 0}),
+    ("nemotron-h-that-sees", {("image_token_id",): None}),
     ("recurrent-gemma", {("lru_width",): 25}),
     ("rwkv", {("rescale_every",): 1}),
     ("zamba2", {("layers_block_type",): ["hybrid", "hybrid", "attention"]}),

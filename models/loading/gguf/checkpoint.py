@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.gguf.file import GgufFile, import_gguf
-from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of, table_of
+from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of, name_in_no_table, table_of
 from hybridmem.models.loading.gguf.undo import interleave_by_key_head, keys_and_values, undo
 from hybridmem.models.weights.checkpoint import MOST_MAPPED_BYTES, Checkpoint
 from hybridmem.models.weights.dry import joined
@@ -84,7 +84,7 @@ class GgufCheckpoint(Checkpoint):
 
     def leftovers(self) -> list[str]:
         """Return the names in the file of tensors that were not taken, leaving out layers that only draft tokens."""
-        n_layers = self._config.num_hidden_layers
+        n_layers = self._config.get_text_config().num_hidden_layers
         equal = {stored for name in self._tied.equal for stored in self._sources(name)}
         left = set(self._file) - self._used - equal - {"rope_freqs.weight"}
         # Files have tensors for mixing values in RWKV-7's first layer as well, which nobody reads.
@@ -114,7 +114,9 @@ class GgufCheckpoint(Checkpoint):
             return [gate]
         if self._file.architecture == "rwkv7" and name.endswith(".x_x"):
             return [f"blk.{layer_of(name)}.time_mix_lerp_fused.weight"]
-        return self._mapped(known_name(self._file.architecture, name))
+        known = known_name(self._file.architecture, name)
+        own = name_in_no_table(self._file.architecture, known)
+        return self._mapped(known) if own is None else [own]
 
     def _shared_suffix(self, name: str) -> str:
         """Return what the file appends to the name of an expert for all tokens, if there are other experts."""

@@ -24,6 +24,16 @@ from hybridmem.models.loading.gguf.fields import (
     ssd_fields,
 )
 from hybridmem.models.loading.gguf.file import GgufFile
+from hybridmem.models.loading.gguf.latent import (
+    deepseek2,
+    deepseek32,
+    deepseek_v2,
+    glm5_next,
+    glm_moe_dsa,
+    is_deepseek_v3,
+    kimi_linear,
+    ling3,
+)
 from hybridmem.models.loading.model_list import import_models
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
@@ -49,7 +59,7 @@ def read_gguf_config(file: GgufFile) -> PreTrainedConfig:
     model_class, model_type, describe = _ARCHITECTURES[file.architecture]
     if _is_bamba(file):
         model_class, model_type, describe = _BAMBA
-    elif _is_deepseek_v3(file):
+    elif is_deepseek_v3(file):
         model_class, model_type, describe = _DEEPSEEK_V3
     elif _is_falcon_mamba(file):
         model_class, model_type, describe = _FALCON_MAMBA
@@ -126,52 +136,6 @@ def _gemma3(file: GgufFile) -> Fields:
     in_windows = {"rope_type": "default", "rope_theta": float(file.own("rope.freq_base_swa", 10000.0))}
     rope = {"full_attention": fields["rope_parameters"], "sliding_attention": in_windows}
     return fields | {"rope_parameters": rope, "sliding_window": window or None}
-
-
-def _deepseek2(file: GgufFile) -> Fields:
-    """Return the fields that DeepSeek-V2 and V3 have in common. The keys of all query heads are made of one latent."""
-    if file.own("attention.key_length_mla", is_needed=False) is None:
-        raise UnsupportedModelError(
-            f"{file.path} has no attention.key_length_mla, as files of DeepSeek before May 2025; convert it again"
-        )
-    if file.own("attention.temperature_scale", 0.0):
-        raise UnsupportedModelError(f"{file.path} scales scores by their positions, which is not implemented")
-    n_rotary, n_heads = int(file.own("rope.dimension_count")), largest(file.own("attention.head_count"))
-    rope = rope_fields(file, head_dim=n_rotary)
-    if (weight := file.own("rope.scaling.yarn_log_multiplier", 0.0)) and rope["rope_parameters"]["rope_type"] == "yarn":
-        # The converter multiplies this number by 0.1. In published models both mscales are equal, so angles are not
-        # scaled.
-        rope["rope_parameters"] |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * weight, 6))
-    n_inner = largest(file.own("expert_feed_forward_length"))
-    n_dense = file.own("leading_dense_block_count", 0)
-    return {
-        **rope, "num_attention_heads": n_heads, "num_key_value_heads": n_heads, "rms_norm_eps": rms_eps(file),
-        "intermediate_size": largest(file.own("feed_forward_length")), "attention_bias": False,
-        "kv_lora_rank": file.own("attention.kv_lora_rank"), "qk_rope_head_dim": n_rotary, "head_dim": n_rotary,
-        "q_lora_rank": file.own("attention.q_lora_rank") if has_part(file, "attn_q_a.weight") else None,
-        "qk_nope_head_dim": file.own("attention.key_length_mla") - n_rotary,
-        "v_head_dim": file.own("attention.value_length_mla"),
-        "first_k_dense_replace": n_dense if file.own("expert_count", 0) else count_layers(file),
-        "n_routed_experts": file.own("expert_count", 0), "n_shared_experts": file.own("expert_shared_count", 0),
-        "num_experts_per_tok": file.own("expert_used_count", 0), "moe_intermediate_size": n_inner,
-        "n_group": file.own("expert_group_count", 1), "topk_group": file.own("expert_group_used_count", 1),
-        "norm_topk_prob": bool(file.own("expert_weights_norm", default=False)),
-        "routed_scaling_factor": float(file.own("expert_weights_scale", 1.0)),
-    }  # fmt: skip
-
-
-def _deepseek_v2(file: GgufFile) -> Fields:
-    fields = _deepseek2(file)
-    return fields | {"topk_method": "greedy" if fields["n_group"] == 1 else "group_limited_greedy"}
-
-
-def _is_deepseek_v3(file: GgufFile) -> bool:
-    """True if experts are chosen by their sigmoids. The file's architecture is that of DeepSeek-V2 in both cases."""
-    return file.architecture == "deepseek2" and file.own("expert_gating_func", _SOFTMAX) == _SIGMOID
-
-
-_SOFTMAX, _SIGMOID = 1, 2
-"""Numbers by which files say how experts are scored."""
 
 
 def _jamba(file: GgufFile) -> Fields:
@@ -387,70 +351,24 @@ def _qwen3_next(file: GgufFile) -> Fields:
     return _qwen35_moe(file) | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
-def _delta_attention(file: GgufFile) -> Fields:
-    """Return the fields that Kimi Linear and Ling 3 have in common: layers without key heads are delta attention."""
-    if file.own("expert_gating_func", _SIGMOID) != _SIGMOID:
-        raise UnsupportedModelError(f"{file.path} scores experts by something else than sigmoids")
-    n_rotary, n_heads = int(file.own("rope.dimension_count")), largest(file.own("attention.head_count"))
-    layers, numbers = attention_layers(file), range(count_layers(file))
-    return {
-        "num_attention_heads": n_heads, "num_key_value_heads": n_heads, "rms_norm_eps": rms_eps(file),
-        "intermediate_size": largest(file.own("feed_forward_length")), "attention_bias": False,
-        "layer_types": ["full_attention" if i in layers else "linear_attention" for i in numbers],
-        "mlp_layer_types": ["sparse" if f"blk.{i}.ffn_gate_inp.weight" in file else "dense" for i in numbers],
-        "kv_lora_rank": file.own("attention.kv_lora_rank"), "qk_rope_head_dim": n_rotary,
-        "q_lora_rank": file.own("attention.q_lora_rank") if has_part(file, "attn_q_a.weight") else None,
-        "qk_nope_head_dim": file.own("attention.key_length_mla") - n_rotary,
-        "v_head_dim": file.own("attention.value_length_mla"), "num_local_experts": file.own("expert_count"),
-        "num_experts_per_tok": file.own("expert_used_count"), "n_shared_experts": file.own("expert_shared_count"),
-        "moe_intermediate_size": largest(file.own("expert_feed_forward_length")),
-        "n_group": file.own("expert_group_count", 1), "topk_group": file.own("expert_group_used_count", 1),
-        "routed_scaling_factor": float(file.own("expert_weights_scale", 1.0)),
-    }  # fmt: skip
-
-
-def _kimi_linear(file: GgufFile) -> Fields:
-    """Return the fields of Kimi Linear. llama.cpp renormalizes the weights of experts, and rotates nothing."""
-    return _delta_attention(file) | {
-        "linear_num_heads": largest(file.own("attention.head_count")), "linear_head_dim": file.own("kda.head_dim"),
-        "linear_conv_kernel_dim": file.own("ssm.conv_kernel"), "norm_topk_prob": True,
-        "max_position_embeddings": file.own("context_length"),
-    }  # fmt: skip
-
-
-def _ling3(file: GgufFile) -> Fields:
-    """Return the fields of Ling 3. The config's size of heads is that of delta attention."""
-    fields = _delta_attention(file)
-    if any(any(file.own(f"swiglu_clamp_{part}", [])) for part in ("exp", "shexp")):
-        raise UnsupportedModelError(f"{file.path} clamps products of experts (swiglu_clamp), which is not implemented")
-    n_shared = fields["moe_intermediate_size"] * fields["n_shared_experts"]
-    if (found := file.own("expert_shared_feed_forward_length", n_shared)) != n_shared:
-        raise UnsupportedModelError(
-            f"{file.path} has shared experts of expert_shared_feed_forward_length={found}; implemented is {n_shared}"
-        )
-    return fields | rope_fields(file, head_dim=fields["qk_rope_head_dim"]) | {
-        "head_dim": file.own("kda.head_dim"), "short_conv_kernel_size": file.own("ssm.conv_kernel"),
-        "kda_safe_gate": bool(file.own("kda.safe_gate", default=True)),
-        "kda_lower_bound": float(file.own("kda.gate_lower_bound")), "num_mtp_layers": 0,
-        "norm_topk_prob": bool(file.own("expert_weights_norm", default=False)),
-    }  # fmt: skip
-
-
 _BAMBA = ("BambaForCausalLM", "bamba", _bamba)
-_DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3", _deepseek2)
+_DEEPSEEK_V3 = ("DeepseekV3ForCausalLM", "deepseek_v3", deepseek2)
 _FALCON_MAMBA = ("FalconMambaForCausalLM", "falcon_mamba", _mamba)
 _VARIANTS = _BAMBA, _DEEPSEEK_V3, _FALCON_MAMBA
 """Models that files hold under the architecture of another class."""
 
 _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
-    "bailingmoe3": ("BailingHybridForCausalLM", "bailing_hybrid", _ling3),
-    "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2", _deepseek_v2),
+    "bailingmoe3": ("BailingHybridForCausalLM", "bailing_hybrid", ling3),
+    "deepseek2": ("DeepseekV2ForCausalLM", "deepseek_v2", deepseek_v2),
+    "deepseek32": ("DeepseekV32ForCausalLM", "deepseek_v32", deepseek32),
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
+    "glm-dsa": ("GlmMoeDsaForCausalLM", "glm_moe_dsa", glm_moe_dsa),
+    "glm5next": ("Glm5NextForConditionalGeneration", "glm5_next", glm5_next),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
     "jamba": ("JambaForCausalLM", "jamba", _jamba),
-    "kimi-linear": ("KimiLinearForCausalLM", "kimi_linear", _kimi_linear),
+    "kimi-linear": ("KimiLinearForCausalLM", "kimi_linear", kimi_linear),
     "lfm2": ("Lfm2ForCausalLM", "lfm2", _lfm2),
     "lfm2moe": ("Lfm2MoeForCausalLM", "lfm2_moe", _lfm2_moe),
     "llama": ("LlamaForCausalLM", "llama", _llama),

@@ -43,9 +43,37 @@ _PARTS_OF_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
+_TABLES = {"bailingmoe3": "kimi-linear", "deepseek32": "glm-dsa", "glm5next": "kimi-linear"}
+"""Maps architectures that the package has no table for to those whose table has their names, or most of them."""
+
+_OF_GLM5_NEXT = {
+    **{f"hc_{part}": f"hc_{part}.weight" for part in (
+        "attn_fn", "attn_base", "attn_scale", "ffn_fn", "ffn_base", "ffn_scale",
+    )},
+    "self_attn.indexer.index_kpool_compress_ape": "indexer_compressor_ape.weight",
+    "self_attn.indexer.index_kpool_compress_gate": "indexer_compressor_gate.weight",
+    "self_attn.indexer.k_norm.bias": "indexer.k_norm.bias",
+    "self_attn.indexer.k_norm.weight": "indexer.k_norm.weight",
+    "self_attn.indexer.weights_proj.weight": "indexer.proj.weight",
+    "self_attn.indexer.wk.weight": "indexer.attn_k.weight",
+    "self_attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
+}  # fmt: skip
+"""Maps names within a layer of GLM-5.3 that the table of Kimi Linear lacks to those in files."""
+
+_IN_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+
 def table_of(architecture: str) -> str:
-    """Return the architecture whose table has an architecture's names: the package has none for Ling 3."""
-    return "kimi-linear" if architecture == "bailingmoe3" else architecture
+    """Return the architecture whose table in the package has an architecture's names."""
+    return _TABLES.get(architecture, architecture)
+
+
+def name_in_no_table(architecture: str, name: str) -> str | None:
+    """Return a file's name of a tensor that no table has, given what `known_name` returns; None if there is none."""
+    match = _IN_LAYER.fullmatch(name) if architecture == "glm5next" else None
+    if match is None or match[2] not in _OF_GLM5_NEXT:
+        return None
+    return f"blk.{match[1]}.{_OF_GLM5_NEXT[match[2]]}"
 
 
 def known_name(architecture: str, name: str) -> str:

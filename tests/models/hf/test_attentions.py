@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridmem.memory import AttentionSpec, BatchError, HybridMemory
+from hybridmem.memory import AttentionSpec, BatchError, HybridMemory, StepError
 from hybridmem.models import HybridCache, UnsupportedModelError, attach, from_transformers
 from hybridmem.models.hf.attentions import memory_layer
-from tests.models.checkpoints import CONFIGS
-from tests.models.hf_models import attached, given, hf_model, ids, logits, padded
+from tests.models.checkpoints import CACHE_NAME, CONFIGS
+from tests.models.hf_models import attached, generate, given, hf_model, ids, logits, padded
 from tests.tolerances import assert_logits_close
 
 WHOLE = tuple(
@@ -53,7 +53,6 @@ def test_these_prompts_are_longer_than_what_an_index_chooses(name: str) -> None:
     assert chosen and max(chosen) < 21
 
 
-@pytest.mark.filterwarnings("ignore:.*of Glm5Next.* are not used")
 @pytest.mark.parametrize("name", WHOLE)
 def test_attach_leaves_nothing_behind_and_its_memory_serves_our_model_too(name: str) -> None:
     model = hf_model(name)
@@ -74,6 +73,27 @@ def test_what_the_memory_would_not_know_of_is_refused(name: str, argument: str) 
         pytest.skip("this version of transformers lacks it")
     with attached(name, 1) as (model, cache), pytest.raises(BatchError, match=f"{argument}= with a HybridCache"):
         logits(model, NEXT, **given(cache), **{argument: torch.zeros(1)})
+
+
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != "rwkv"])
+def test_an_option_of_attention_that_would_be_ignored_is_refused(name: str) -> None:
+    """RWKV-4's modules take none: transformers' own model does not pass any on."""
+    with attached(name, 1) as (model, cache):
+        for options, named in (
+            ({"softcap": 2.0}, "softcap=2.0"),
+            ({"s_aux": torch.ones(4)}, r"s_aux=a tensor of shape \[4\]"),
+        ):
+            with pytest.raises(StepError, match=f"of layer 0 wants {named}, which attach does not implement"):
+                logits(model, NEXT, **given(cache), **options)
+        assert cache.get_seq_length() == 0
+        logits(model, NEXT, **given(cache), softcap=None, output_hidden_states=True)
+
+
+def test_an_option_of_a_recurrent_module_that_would_be_ignored_is_refused() -> None:
+    with attached("bamba", 1) as (model, cache):
+        with pytest.raises(StepError, match=r"BambaMixer of layer 0 wants seq_idx=a tensor of shape \[1, 5\]"):
+            logits(model, NEXT, **given(cache), seq_idx=torch.zeros_like(NEXT))
+        assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("name, kind", [
@@ -104,3 +124,20 @@ def test_each_pass_of_a_loop_has_layers_of_its_own(name: str) -> None:
     n_all = n + (config.loop_num_passes - 1) * (end - begin)
     assert sorted(memory_layer(config, i) for i in range(n_all)) == list(range(n_all))
     assert memory_layer(config, n) == end
+
+
+@pytest.mark.parametrize("name", ["rwkv", "xlstm"])
+def test_generate_finds_what_an_attached_model_takes(name: str) -> None:
+    """`generate` reads the signature of `forward`. That of RWKV-4 names no cache and ends in `**kwargs`."""
+    with attached(name, 1) as (model, cache):
+        parameters = inspect.signature(model.forward).parameters
+        assert {CACHE_NAME, "position_ids", *inspect.signature(type(model).forward).parameters} - {"self"} == {
+            *parameters
+        }
+        plain = generate(hf_model(name), NEXT, **given(cache))
+        again = HybridCache(cache.memory, [cache.memory.open()])
+        drafted = generate(model, NEXT, prompt_lookup_num_tokens=3, **given(again))
+        assert torch.equal(plain.sequences, drafted.sequences)
+        again.close()
+        with pytest.raises(ValueError, match=r"not used by the model: .*no_such_option"):
+            generate(model, NEXT, no_such_option=1)

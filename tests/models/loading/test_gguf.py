@@ -30,7 +30,9 @@ FAMILIES = (
     "bailing-hybrid", "bailing-hybrid-two-of-eight-experts-in-groups", "kimi-linear",
     "kimi-linear-two-of-eight-experts-in-groups", "bamba", "deepseek-v2",
     "deepseek-v2-three-of-eight-experts-in-groups", "deepseek-v3",
-    "deepseek-v3-three-of-eight-experts-in-groups", "deepseek-v3-no-experts", "falcon-mamba-wide", "gemma2", "gemma3",
+    "deepseek-v3-three-of-eight-experts-in-groups", "deepseek-v3-no-experts", "deepseek-v3.2",
+    "deepseek-v3.2-three-of-eight-experts-in-groups", "glm-moe-dsa", "glm-moe-dsa-no-experts", "glm5-next",
+    "glm5-next-two-of-eight-experts-in-groups", "glm5-next-single-rows", "falcon-mamba-wide", "gemma2", "gemma3",
     "gemma3-capped-tied", "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts",
     "granite-moe-hybrid-no-experts", "jamba", "jamba-two-of-four-experts", "jamba-no-attention", "lfm2",
     "lfm2-biases-untied", "lfm2-moe-three-of-four-experts", "llama", "llama-biases-tied", "llama-3-rope", "mamba",
@@ -60,6 +62,12 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
         config.linear_num_heads = config.num_attention_heads
         for part in ("mscale", "mscale_all_dim"):
             rope.pop(part, None)
+    if config.model_type == "deepseek_v32":
+        config.attention_bias = False  # likewise
+    if config.model_type == "glm5_next":  # Likewise; and each layer of attention has an index of its own.
+        text = config.text_config
+        text.attention_bias, text.linear_num_heads, text.linear_lower_bound = False, text.num_attention_heads, -1.0
+        text.indexer_types = ["full"] * len(text.indexer_types)
     if config.model_type == "kimi_linear":
         config.n_group, config.norm_topk_prob = 1, True
     if config.model_type == "lfm2_moe":
@@ -201,6 +209,28 @@ def test_options_of_ling_that_are_not_implemented_are_named(changed: dict[str, A
     path = write_gguf(write_checkpoint(tmp_path, CONFIGS["bailing-hybrid"]()), tmp_path / "model.gguf", **changed)
     with pytest.raises(UnsupportedModelError, match=r"sigmoids|swiglu_clamp|expert_shared_feed_forward_length=5"):
         load_model(path)
+
+
+@pytest.mark.parametrize("name, changed, match", [
+    ("glm5-next", {"expert_gating_func": 1}, "something else than sigmoids"),
+    ("glm5-next", {"expert_shared_feed_forward_length": 5}, "expert_shared_feed_forward_length=5"),
+    ("glm5-next", {"swiglu_clamp_exp": [0.7, 0.7, 7.0]}, r"by several bounds .*7\.0\]"),
+    ("glm5-next", {"attention.layer_norm_epsilon": 1e-5}, "layer_norm_epsilon=.*; implemented is 1e-06"),
+    ("deepseek-v3.2", {"expert_gating_func": 1}, "something else than sigmoids"),
+    ("glm-moe-dsa", {"rope.dimension_count": 2}, "rope.dimension_count=2 of 4 elements"),
+])  # fmt: skip
+def test_options_of_models_with_an_index_that_are_not_implemented_are_named(
+    name: str, changed: dict[str, Any], match: str, tmp_path: Path
+) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS[name]()), tmp_path / "model.gguf", **changed)
+    with pytest.raises(UnsupportedModelError, match=match):
+        load_model(path)
+
+
+def test_layers_that_share_an_index_are_those_without_its_tensors_where_a_file_does_not_say(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS["glm-moe-dsa"]())
+    path = write_gguf(folder, tmp_path / "model.gguf", **{"attention.indexer.types": None})
+    assert read_gguf_config(GgufFile(path)).indexer_types == ["full", "shared", "full"]
 
 
 def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
