@@ -39,8 +39,9 @@ class TailStep(NamedTuple):
         packed: the step in positions of the states, which are the sequences' positions plus the position offset.
         before, after: the columns of each request (S,) now, and after the step if all tokens are kept.
         fresh: (4, S) ids of the body, head, kept state and tail that are allocated for each request, or NOTHING.
-        holds_start: (S,) the requests whose old head the step moves to its start. It stays there if not all tokens are
-            kept, so that the next step replays only those that are. The end state is in another block. None: no request.
+        holds_start: (S,) the requests whose old head the step moves to its start, while it writes the end state to
+            another block. If not all tokens are kept, the head stays there, so that the next step replays only those
+            that are. None: no request.
     """
 
     packed: Packed
