@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 from weakref import ReferenceType, ref
 
@@ -37,6 +39,8 @@ class EnteredStep(Protocol):
     sequences: list[Sequence]
     tokens: TokenLists
 
+    @property
+    def outputs(self) -> Any: ...
     @property
     def scope(self) -> ReferenceType[Any]: ...
     def plan(self, layers: LayerMemories, packed: Packed) -> tuple[Packed, Plans]: ...
@@ -112,9 +116,14 @@ class Coordinator(Lifetime):
         ledger = self.ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
+        verified = None if step.outputs == "last" else replace(packed, is_verified=True)
 
         def attempt() -> None:
             try:
+                if verified is not None:
+                    with suppress(CapacityError):  # It may take more blocks, which save time only.
+                        self._begin(step, verified)
+                        return
                 self._begin(step, packed)
             except CapacityError as error:
                 # The error counts only the layer memories that had planned. Report what all of them need.

@@ -245,6 +245,8 @@ class Packed:
         peaks: (S,) the furthest position that each sequence will have reached if all tokens are kept.
         token_ids, positions: (T,) the id and the position of each token.
         place: (S,) place[j] is the index of the caller's request j in the step's order.
+        is_verified: True if the caller gets logits of more than last tokens, and may keep only the first tokens of some
+            requests, as where drafts are verified. It decides which blocks are used, and never what is computed.
     """
 
     slots: Int64s
@@ -254,6 +256,7 @@ class Packed:
     token_ids: Int64s
     positions: Int64s
     place: Int64s
+    is_verified: bool = False
 
     @cached_property
     def is_decode(self) -> bool:

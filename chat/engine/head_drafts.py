@@ -26,7 +26,7 @@ from hybridmem.memory import CapacityError, HybridMemory, Sequence, SpecError, S
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.sequences import uninterrupted
 from hybridmem.models import LanguageModel
-from hybridmem.models.draft_heads import DraftHead, HiddenRows
+from hybridmem.models.draft_heads import DraftHead, HiddenRows, RecordedHead
 
 _MOST_HELD, _KEPT = 64, 8
 """Hidden states of more than this many tokens of a sequence are fed to the head, whether or not it drafts, and only
@@ -53,7 +53,7 @@ class HeadDrafter(ModelDrafter):
         step_tokens: int = STEP_TOKENS,
     ) -> None:  # fmt: skip
         super().__init__(cast(LanguageModel, head), memory, prefixes=prefixes, step_tokens=step_tokens)
-        self._head, self._hidden_rows = head, HiddenRows(model, head.after)
+        self._head, self._steps, self._hidden_rows = head, RecordedHead(head), HiddenRows(model, head.after)
         self._rows = WeakKeyDictionary[Sequence, HeldRows]()
         self._running: Callable[[], Iterable[Job]] = tuple
 
@@ -182,7 +182,7 @@ class HeadDrafter(ModelDrafter):
         rows_TM = torch.cat([self._rows_beside(job, guess) for job, guess in guesses.items()])
 
         def run(step: Step) -> Tensor:
-            logits_SV, rows_SM = self._head(step, rows_TM)
+            logits_SV, rows_SM = self._steps(step, rows_TM)
             for guess, row_1M in zip(guesses.values(), torch.split(rows_SM, 1), strict=True):
                 guess.rows = row_1M
             return logits_SV

@@ -7,6 +7,7 @@ and drafts from ordinary text, which are mostly wrong, are never verified.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -34,6 +35,8 @@ _LEAST_CHANCES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Drafts end where a token is right with less than one of these probabilities, whichever promises the most tokens a
 second.
 """
+_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 26, 32)
+"""Drafts have one of these lengths, because steps are replayed only if equal ones occur again (`memory.recorded`)."""
 
 
 @dataclass
@@ -179,11 +182,17 @@ def _kind(guess: Guess) -> tuple[bool, int]:
 def lengths_of(rates: Mapping[Job, Rate], most: Mapping[Job, int]) -> list[dict[Job, int]]:
     """Return several choices of how many tokens to draft for each job: the ones that are right often enough.
 
-    Jobs whose first token is too likely to be wrong are left out.
+    Jobs whose first token is too likely to be wrong are left out. Lengths are rounded down to one of a few.
     """
     found = list[dict[Job, int]]()
     for chance in _LEAST_CHANCES:
-        lengths = {job: n for job in rates if (n := int(min(most[job], rates[job].n_likely(chance))))}
+        lengths = {job: n for job in rates if (n := _rounded(min(most[job], rates[job].n_likely(chance))))}
         if lengths and lengths not in found:
             found.append(lengths)
     return found
+
+
+def _rounded(n_tokens: float) -> int:
+    """Return the largest length of a draft up to this number, or 0."""
+    at = bisect_right(_LENGTHS, n_tokens)
+    return _LENGTHS[at - 1] if at else 0

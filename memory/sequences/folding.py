@@ -299,7 +299,10 @@ EMPTY_COLUMN: Int64s = np.array([0, NOTHING, NOTHING, 0, 0, NOTHING, NOTHING, NO
 
 
 class StateAddresses(NamedTuple):
-    """Holds the byte addresses (S,) of each request's states, or NOTHING if there is no such state."""
+    """Holds the byte addresses (S,) of each request's states, or NOTHING if there is no such state.
+
+    `at_start` is the block for the state at the step's start, if old rows must be run to get there.
+    """
 
     old_body: Int64s
     old_head: Int64s
@@ -307,6 +310,7 @@ class StateAddresses(NamedTuple):
     new_body: Int64s
     new_head: Int64s
     new_kept: Int64s
+    at_start: Int64s
 
 
 class Pass(NamedTuple):
@@ -353,8 +357,8 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     # 2. Run the other old rows, up to the first new one.
     mask = at < starts
     if np.count_nonzero(mask):
-        add(True, mask, at, starts, states.new_head)
-        source = np.where(mask, states.new_head, source)
+        add(True, mask, at, starts, states.at_start)
+        source = np.where(mask, states.at_start, source)
     # 3. Run new rows up to the new body, and then up to the fold point whose state is kept.
     at = starts
     for position, target in ((fold, states.new_body), (after.kept_at, states.new_kept)):

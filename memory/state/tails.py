@@ -39,12 +39,16 @@ class TailStep(NamedTuple):
         packed: the step in positions of the states, which are the sequences' positions plus the position offset.
         before, after: the columns of each request (S,) now, and after the step if all tokens are kept.
         fresh: (4, S) ids of the body, head, kept state and tail that are allocated for each request, or NOTHING.
+        holds_start: (S,) the requests whose old head the step moves to its start, while it writes the end state to
+            another block. If not all tokens are kept, the head stays there, so that the next step replays only those
+            that are. None: no request.
     """
 
     packed: Packed
     before: Columns
     after: Columns
     fresh: Int64s
+    holds_start: Bools | None = None
 
 
 class TailPlan(Protocol):
@@ -128,6 +132,11 @@ class TailTable(Generic[TailPlanT]):
             leaves = (kept_at > starts) & (kept_at < ends)
             after.kept_at[leaves] = kept_at[leaves]
         own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
+        holds_start = None
+        if packed.is_verified and self.rules.tail_rows:
+            counts = packed.counts
+            holds_start = own_head & has_head & (counts > 1) & (counts <= self.rules.rollback_window + 1)
+            own_head = own_head & ~holds_start
         fits = (ends - self.rules.tail_at(before.body_at) <= self.rules.tail_rows) & (before.tail >= 0)
         own_tail = fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones_like(fits)
         masks = (moves, has_head & ~own_head, leaves, ~own_tail)
@@ -138,7 +147,7 @@ class TailTable(Generic[TailPlanT]):
         except BaseException:
             self._free(fresh, np.ones(len(moves), np.bool_))
             raise
-        return TailStep(packed, before, after, fresh)
+        return TailStep(packed, before, after, fresh, holds_start)
 
     def _free(self, fresh: Int64s, chosen: Bools) -> None:
         """Release the blocks allocated for the `chosen` requests of a step."""
@@ -158,6 +167,8 @@ class TailTable(Generic[TailPlanT]):
             old, new = self.tails.addresses[before.tail[i]], self.tails.addresses[after.tail[i]]
             self.store.copy(int(old), int(new), self.tails.block_bytes)
         in_place = (before.head >= 0) & (after.head == before.head)
+        if step.holds_start is not None:
+            in_place |= step.holds_start & (before.head_at < step.packed.starts)
         if np.count_nonzero(in_place):
             self.store.journal.before(self._put_back, step.packed.slots, before.table)
             self.slots.head_at[step.packed.slots[in_place]] = NOTHING
@@ -173,6 +184,9 @@ class TailTable(Generic[TailPlanT]):
             return
         self._note(packed.slots)
         self._free(step.fresh, ~stays)
+        is_cut = stays & ~is_whole
+        if np.count_nonzero(is_cut):
+            self._cut_heads(step, is_cut)
         # Release the blocks to which slots no longer refer. A state that only changed its role stays.
         differs = before.ids != after.ids
         if np.count_nonzero(differs) and np.count_nonzero(changes := stays & differs.any(0)):
@@ -180,9 +194,8 @@ class TailTable(Generic[TailPlanT]):
             is_gone = (old[:3, None] != new[None, :3]).all(1) & (old[:3] >= 0)
             self.states.release(old[:3][is_gone])
             self.tails.release(old[3][(old[3] != new[3]) & (old[3] >= 0)])
-        if np.count_nonzero(is_whole) < len(kept):  # Some states contain tokens that are not kept.
-            after.head_at[~is_whole] = NOTHING
-            beyond = stays & (after.kept_at > packed.starts + kept)
+        if np.count_nonzero(is_cut):  # Some states contain tokens that are not kept.
+            beyond = is_cut & (after.kept_at > packed.starts + kept)
             self.states.release(after.kept[beyond])
             after.kept_at[beyond] = after.kept[beyond] = NOTHING
         if self.rules.keeps:
@@ -196,6 +209,19 @@ class TailTable(Generic[TailPlanT]):
             self.slots.put(packed.slots[staying], after.take(staying))
         else:
             self.slots.put(packed.slots, after)
+
+    def _cut_heads(self, step: TailStep, is_cut: Bools) -> None:
+        """Let the requests whose last tokens are not kept have the head at the step's start, or a stale head."""
+        before, after, starts = step.before, step.after, step.packed.starts
+        after.head_at[is_cut] = NOTHING
+        is_at_start = before.head_at == starts
+        if step.holds_start is not None:
+            # The step has run old rows up to its start, except where a body or a kept state is there.
+            is_at_start |= step.holds_start & (np.maximum(before.body_at, before.kept_at) < starts)
+        stays = is_cut & is_at_start & (step.fresh[1] >= 0) & (after.body_at < starts)
+        if np.count_nonzero(stays):
+            self.states.release(step.fresh[1, stays])
+            after.head[stays], after.head_at[stays] = before.head[stays], starts[stays]
 
     def free_blocks(self, step: TailStep) -> None:
         """Release all blocks that were allocated for a step, and leave every slot as it was."""

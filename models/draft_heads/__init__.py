@@ -2,6 +2,7 @@
 
 from hybridmem.models.draft_heads.interface import DraftHead
 from hybridmem.models.draft_heads.next_token import NextTokenHead
+from hybridmem.models.draft_heads.recorded import RecordedHead
 from hybridmem.models.draft_heads.watched import HiddenRows
 
-__all__ = ["DraftHead", "HiddenRows", "NextTokenHead"]
+__all__ = ["DraftHead", "HiddenRows", "NextTokenHead", "RecordedHead"]

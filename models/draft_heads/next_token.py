@@ -27,6 +27,8 @@ class NextTokenHead:
         joined: the product with [embedding; hidden state], (M, 2 M).
         layers: the module's layers, whose indices in a memory begin at 0.
         norm: norms what the layers return.
+    Attributes:
+        is_recordable: True if `in_step_order` depends on tensors alone; see `Decoder.is_recordable`.
     """
 
     after: tuple[int, ...] = ()
@@ -36,6 +38,7 @@ class NextTokenHead:
     ) -> None:
         self._vocabulary = model.vocabulary
         self._norms, self._joined, self._layers, self._norm = norms, joined, layers, norm
+        self.is_recordable = model.is_recordable
         spec = model.memory_spec
         self.memory_spec = MemorySpec(
             layers=tuple(layer.specs for layer in layers), vocab_size=spec.vocab_size, dtype=spec.dtype,
@@ -48,6 +51,10 @@ class NextTokenHead:
 
     def __call__(self, step: Step, rows_TM: Tensor) -> tuple[Tensor, Tensor]:
         """See `DraftHead`."""
+        return self.in_step_order(step, in_order_of(step, rows_TM))
+
+    def in_step_order(self, step: Step, rows_TM: Tensor) -> tuple[Tensor, Tensor]:
+        """Feed pairs whose rows are in the step's own order. Returns what `__call__` returns."""
         step.check_model(self.memory_spec)
         with without_gradients():
             return self._run(step, rows_TM)
@@ -55,7 +62,7 @@ class NextTokenHead:
     def _run(self, step: Step, rows_TM: Tensor) -> tuple[Tensor, Tensor]:
         embed_norm, hidden_norm = self._norms
         embedded_TM = embed_norm(step.embed(self._vocabulary.embed))
-        x_TM = self._joined(torch.cat([embedded_TM, hidden_norm(in_order_of(step, rows_TM))], -1))
+        x_TM = self._joined(torch.cat([embedded_TM, hidden_norm(rows_TM)], -1))
         for layer in self._layers:
             x_TM = layer(x_TM, step)
         rows_SM = self._norm(step.select(x_TM))

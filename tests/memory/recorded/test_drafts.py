@@ -1,0 +1,30 @@
+"""Steps that verify drafts of one sequence are replayed, though other numbers of their tokens are accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.memory.recorded.test_model import Twins
+from tests.subjects import make_subject
+
+
+@pytest.mark.parametrize("name", ["toy", "toy replay", "family:mamba1 defer", "model:mamba2", "model:lfm2"])
+def test_drafts_are_replayed(name: str, tmp_path: Path) -> None:
+    """Bits are those of the model, and most steps with drafts do not run it."""
+    twins = Twins(make_subject(name, tmp_path), 1)
+    rollback_window = twins.memories[0].rollback_window
+    n_fed = min(3, rollback_window)
+    twins.feed({0: 9})
+
+    def verify(n_rounds: int) -> int:
+        """Return how many steps ran the model."""
+        n_before = twins.counted.n_runs
+        for i in range(n_rounds):
+            twins.feed({0: n_fed}, accept={0: 1 + i % n_fed})
+        twins.check()
+        return twins.counted.n_runs - n_before
+
+    verify(60)
+    assert verify(24) <= 12, "those that fold, and those whose layout was not recorded yet"
