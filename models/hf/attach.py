@@ -328,7 +328,9 @@ def _attend(
     if spec.value_dim is not None:
         return current.unpack(attend_latent(module, spec, current, query, scaling)), None
     q, k, v = (current.pack(t.transpose(1, 2)) for t in (query, key, value))
-    return current.unpack(current.step.attend(layer, q, k, v, scale=scaling, softcap=kwargs.get("softcap"))), None
+    sinks = None if (own := kwargs.get("s_aux")) is None else own.float()
+    y_THD = current.step.attend(layer, q, k, v, scale=scaling, softcap=kwargs.get("softcap"), sinks=sinks)
+    return current.unpack(y_THD), None
 
 
 def _check_attention(module: Module, layer: int, current: Pass, options: dict[str, Any]) -> AttentionSpec:
@@ -340,6 +342,7 @@ def _check_attention(module: Module, layer: int, current: Pass, options: dict[st
     what = f"{type(module).__name__} of layer {layer}"
     if (window := options.get("sliding_window")) != spec.window:
         raise StepError(f"{what} attends to {window} tokens, its memory holds {spec.window}")
-    if options.get("s_aux") is not None:
-        raise StepError(f"{what} wants s_aux={options['s_aux']!r}, which attach does not implement")
+    sinks = options.get("s_aux")
+    if sinks is not None and (sinks is not getattr(module, "sinks", None) or spec.value_dim is not None):
+        raise StepError(f"{what} wants s_aux={sinks!r}, which attach implements only for a module's own sinks")
     return spec
