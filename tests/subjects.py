@@ -53,6 +53,7 @@ SUBJECTS = (
     "model:gemma2",
     "model:gemma3",
     "model:glm5-next-two-of-eight-experts-in-groups",
+    "model:gpt-oss",
     "model:granite-moe-hybrid",
     "model:inkling-two-of-four-experts",
     "model:inkling2-three-of-four-experts",

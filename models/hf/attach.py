@@ -34,7 +34,7 @@ from hybridmem.models.hf.replacing import find_modules, refuse_options
 from hybridmem.models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
-_HONOURED = ("sliding_window", "softcap")
+_HONOURED = ("sliding_window", "softcap", "s_aux")
 """Options of attention that `_attend` honours, or compares with the memory's spec."""
 
 
@@ -331,7 +331,9 @@ def _attend(
     if spec.value_dim is not None:
         return current.unpack(attend_latent(module, spec, current, query, scaling)), None
     q, k, v = (current.pack(t.transpose(1, 2)) for t in (query, key, value))
-    return current.unpack(current.step.attend(layer, q, k, v, scale=scaling, softcap=kwargs.get("softcap"))), None
+    sinks = None if (own := kwargs.get("s_aux")) is None else own.float()
+    y_THD = current.step.attend(layer, q, k, v, scale=scaling, softcap=kwargs.get("softcap"), sinks=sinks)
+    return current.unpack(y_THD), None
 
 
 def _check_attention(module: Module, layer: int, current: Pass, options: dict[str, Any]) -> AttentionSpec:
@@ -343,5 +345,8 @@ def _check_attention(module: Module, layer: int, current: Pass, options: dict[st
     what = f"{type(module).__name__} of layer {layer}"
     if (window := options.get("sliding_window")) != spec.window:
         raise StepError(f"{what} attends to {window} tokens, its memory holds {spec.window}")
+    sinks = options.get("s_aux")
+    if sinks is not None and (sinks is not getattr(module, "sinks", None) or spec.value_dim is not None):
+        raise StepError(f"{what} wants s_aux={sinks!r}, which attach implements only for a module's own sinks")
     refuse_options(what, {name: value for name, value in options.items() if name not in _HONOURED})
     return spec

@@ -14,6 +14,7 @@ ATTACHABLE = (
     "Gemma3ForCausalLM",
     "Glm5NextForConditionalGeneration",
     "GlmMoeDsaForCausalLM",
+    "GptOssForCausalLM",
     "GraniteMoeHybridForCausalLM",
     "Inkling2ForCausalLM",
     "Inkling2LoopForCausalLM",

@@ -119,6 +119,7 @@ class Attention:
         gate: a product whose output multiplies the attention's output before `out`: one number for each element, or for
             each head.
         softcap: the cap of the scores; see `Step.attend`.
+        sinks: scores without values, (n_query_heads,) in float32; see `Step.attend`.
     """
 
     layer: int
@@ -130,6 +131,7 @@ class Attention:
     norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
     gate: Linear | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
     @property
     def specs(self) -> tuple[AttentionSpec]:
@@ -165,7 +167,7 @@ class Attention:
             qk = self.rotary(qk, step)
         q_THD, k_TGD = torch.split(qk, [spec.n_query_heads, spec.n_kv_heads], dim=1)
         y_THD = step.attend(
-            self.layer, q_THD, k_TGD, v_TGD, scale=self.scale, softcap=self.softcap, chosen=chosen
+            self.layer, q_THD, k_TGD, v_TGD, scale=self.scale, softcap=self.softcap, sinks=self.sinks, chosen=chosen
         )  # fmt: skip
         return y_THD.flatten(1)
 

@@ -44,6 +44,7 @@ _MODULES = {
     "Gemma3ForCausalLM": "hybridmem.models.families.gemma",
     "Glm5NextForConditionalGeneration": "hybridmem.models.families.glm5_next",
     "GlmMoeDsaForCausalLM": "hybridmem.models.families.deepseek_v32",
+    "GptOssForCausalLM": "hybridmem.models.families.gpt_oss",
     "GraniteMoeHybridForCausalLM": "hybridmem.models.families.granite_moe_hybrid",
     "Inkling2ForCausalLM": "hybridmem.models.families.inkling2",
     "Inkling2LoopForCausalLM": "hybridmem.models.families.inkling2_loop",

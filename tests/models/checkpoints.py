@@ -79,6 +79,8 @@ def randomise_(model: nn.Module) -> None:
             weight.normal_(2, 0.3)  # nothing norms the mixture of streams, which is small, before Qwen4-Exp's head
         elif "message_gate" in name:
             weight.normal_(0, 0.4 * weight.shape[-1] ** -0.5)  # of Inkling2Loop; any error would grow from pass to pass
+        elif name.endswith(".sinks"):
+            weight.normal_(1, 1)  # of gpt-oss, some of which outweigh all tokens of a window
         elif name.endswith(".k_a"):
             weight.normal_(1, 0.2)
         elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):

@@ -27,6 +27,7 @@ RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
     "BailingHybridConfig": "bailing-hybrid-two-of-eight-experts-in-groups", "BambaConfig": "bamba",
     "LaraMiniConfig": "lara-mini-two-of-four-experts", "FalconH1Config": "falcon-h1-biases",
     "FalconMambaConfig": "falcon-mamba-wide", "Gemma2Config": "gemma2", "Gemma3TextConfig": "gemma3",
+    "GptOssConfig": "gpt-oss",
     "GraniteMoeHybridConfig": "granite-moe-hybrid-rope-two-of-four-experts", "JambaConfig": "jamba",
     "Lfm2Config": "lfm2", "Lfm2MoeConfig": "lfm2-moe-three-of-four-experts",
     "NemotronHConfig": "nemotron-h-two-of-eight-experts", "Qwen3NextConfig": "qwen3-next-two-of-four-experts",

@@ -18,7 +18,7 @@ from tests.tolerances import assert_logits_close
 
 ONE_OF_EACH = (
     "bailing-hybrid", "bamba", "deepseek-v2", "deepseek-v3", "deepseek-v3.2", "falcon-h1", "falcon-mamba", "gemma2",
-    "gemma3", "glm-moe-dsa", "glm5-next", "granite-moe-hybrid", "inkling-two-of-four-experts", "inkling2",
+    "gemma3", "glm-moe-dsa", "glm5-next", "gpt-oss", "granite-moe-hybrid", "inkling-two-of-four-experts", "inkling2",
     "inkling2-loop", "jamba", "kimi-linear", "lara-mini", "lfm2", "lfm2-moe", "lfm3", "llama", "mamba2", "mamba",
     "minimax", "mistral", "nemotron-h", "olmo-hybrid", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen4-exp",
     "recurrent-gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
@@ -48,6 +48,7 @@ WITH_BIASES = (
     "qwen3.5-biases",
     "xlstm-biases",
     "zaya-biases-windows-untied",
+    "gpt-oss-two-of-four-experts",
     "granite-moe-hybrid-rope-two-of-four-experts",
 )
 WITH_BIASES = tuple(name for name in WITH_BIASES if name in CONFIGS)
