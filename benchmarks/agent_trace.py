@@ -142,7 +142,7 @@ class ByChats:
 
 
 def agent_trace(*, quick: bool, scale: float | None = None) -> Report:
-    """Replay the trace against a server of each kind, which is stopped and started again in the middle."""
+    """Replay the trace against each kind of server. Each server is restarted in the middle."""
     report = Report("agent_trace")
     scale = scale if scale is not None else 0.04 if quick else 0.25
     with tempfile.TemporaryDirectory() as folder:

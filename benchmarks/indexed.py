@@ -25,7 +25,7 @@ _ITEM_BYTES = 4
 
 
 class _Layer:
-    """One layer with its memory and a sequence of `n_tokens` random rows; a step adds one token, and takes it back."""
+    """Holds a layer with its memory and a sequence of `n_tokens` random rows. A step adds a token and takes it back."""
 
     def __init__(self, attention: AttentionSpec, index: IndexSpec | None, n_tokens: int) -> None:
         generator = torch.Generator().manual_seed(1)

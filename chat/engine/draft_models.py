@@ -214,7 +214,7 @@ class ModelDrafter:
     # The text of a job
 
     def _follow(self, job: Job, wanted: Mapping[Job, int]) -> Follower | None:
-        """Return the sequence that follows a job. None: it will be forked from another choice's, a draft later."""
+        """Return the sequence that follows a job. None: a later draft forks it from the sequence of another choice."""
         follower = self._followers.get(job)
         if follower is not None:
             if follower.sequence.is_swapped:

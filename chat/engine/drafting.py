@@ -211,7 +211,7 @@ class Drafting:
         }
 
     def _find_others(self, turn: _Turn, found: Mapping[Job, Guess]) -> dict[Job, list[list[int]]]:
-        """Return guesses beside the first, for jobs for which these may pay. In steps with prompts there are none."""
+        """Return second and further guesses, for jobs for which they may pay. In steps with prompts there are none."""
         if self._branches == 1 or turn.is_mixed or (self._adapts and not self._is_often_right(self._seconds)):
             return {}
         others = dict[Job, list[list[int]]]()
@@ -234,9 +234,9 @@ class Drafting:
     def _choose_lengths(
         self, turn: _Turn, found: dict[Job, Guess], others: Mapping[Job, list[list[int]]]
     ) -> tuple[dict[Job, int], bool]:
-        """Return how many tokens of their guesses to verify for which jobs, and whether to verify others beside them.
+        """Return how many tokens of each job's guess to verify, and whether to verify other guesses as well.
 
-        It is what promises the most tokens a second.
+        The choice is the one that promises the most tokens a second.
         """
         most = {job: len(guess.token_ids) for job, guess in found.items()}
         if not self._adapts or not found:

@@ -145,7 +145,7 @@ class HeadDrafter(ModelDrafter):
     # Sequences of the head
 
     def _open(self, job: Job, base: list[int]) -> Follower:
-        """Begin where hidden states are at hand, or behind a prefix of the text that is cached."""
+        """Open a sequence that begins where hidden states are held, or after a cached prefix of the text."""
         first = self._rows[job.live_sequence].start
         if self.prefixes is not None and not base and len(job.tokens) > 1:
             sequence, _ = self.prefixes.open(job.tokens[1:], job.request.owner)
@@ -175,7 +175,7 @@ class HeadDrafter(ModelDrafter):
 
     @staticmethod
     def _next_pair(follower: Follower) -> int:
-        """Return the position of the next pair that its sequence is fed from the text."""
+        """Return the position of the next pair that the job's sequence is fed from the text."""
         return follower.n_settled + follower.shift - 1
 
     def _model_of(self, guesses: dict[Job, Guess]) -> Callable[[Step], Tensor]:

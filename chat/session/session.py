@@ -201,7 +201,7 @@ class ChatSession:
         return undone
 
     def _give_back(self) -> None:
-        """Roll back the tokens after the messages, if that computes nothing.
+        """Roll back the tokens after the messages, if a rollback reaches that position.
 
         Otherwise the next call decides which tokens to reuse.
         """

@@ -37,7 +37,7 @@ from hybridmem.memory.specs import AttentionSpec, IndexSpec
 
 
 class IndexKeys(AttentionCache):
-    """Keeps the keys of all indexes of a model that choose as many rows: a `memory.interface.LayerMemory`.
+    """Keeps the keys of all indexes of a model that choose the same number of rows: a `memory.interface.LayerMemory`.
 
     Args:
         specs: the specs of the indexes, in the order in which `choose_rows` numbers them.
@@ -93,10 +93,10 @@ class IndexedAttention(AttentionCache):
         self._n_chosen, self._span_tokens = specs[0].n_chosen, specs[0].span_tokens
 
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
-        """Return what queries read that see few rows, and those that choose: a page for each piece that they read.
+        """Return what queries without a choice read, and what choosing queries read: a page for each of their pieces.
 
-        A piece is one row, or a part of a span. Where the pieces are is known when they are chosen. Until then, a page
-        is that of the request's first page.
+        A piece is one row, or a part of a span. The choice decides where the pieces are. Until then, each page has the
+        place of the request's first page.
         """
         choosing = Choosing.of(packed, self._n_chosen, self._span_tokens)
         if not len(choosing.requests):
@@ -118,7 +118,7 @@ class IndexedAttention(AttentionCache):
         self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring,
         chosen: ChosenRows,
     ) -> Tensor:  # fmt: skip
-        """Write the step's keys and values. Return what each token attends to of its rows: (T, H, D or value_dim)."""
+        """Write the step's keys and values. Return attention over the chosen rows: (T, H, D or value_dim)."""
         if scoring.bias_HL is not None:
             raise StepError("a bias by distance needs every row; leave it out where an index chooses rows")
         best, own = plan.reads[-1], (self._n_chosen, self._span_tokens)
@@ -137,7 +137,7 @@ class IndexedAttention(AttentionCache):
         )
 
     def _at(self, plan: AttentionPlan, index: int, best: Read, chosen_C: Tensor) -> PagedBatch:
-        """Return a batch with the place of each chosen piece, for each head of keys: they are a page's rows apart."""
+        """Return a batch with the place of each chosen piece for each head of keys. Heads are a page's rows apart."""
         n_heads, size = self.specs[index].kv_shape
         positions_P = chosen_C
         if best.pieces is not None:

@@ -1,7 +1,7 @@
 """Keeps one key of an index for each span of several tokens.
 
-The key of a span is written with its last token, so a page of keys fills by one row for every `span_tokens` tokens. The
-memory is therefore one of pages whose positions count spans: what is asked about tokens [a, b) is asked about spans
+The key of a span is written with its last token, so a page of keys fills by one row for every `span_tokens` tokens. So
+positions in this memory count spans: a question about tokens [a, b) becomes one about spans
 [a // span_tokens, b // span_tokens). A rollback into a span takes its key back. Making the key again needs what the
 model remembers of the tokens of an unfinished span, such as the window of a convolution.
 
@@ -54,7 +54,7 @@ class SpanPlan(AttentionPlan):
 
 
 class SpanKeys(IndexKeys):
-    """Keeps the keys of all indexes of a model that choose as many spans: a `memory.interface.LayerMemory`.
+    """Keeps the keys of all indexes of a model that choose the same number of spans: a `memory.interface.LayerMemory`.
 
     Arguments are those of `IndexKeys`. A page of `grid` has `page_tokens` keys.
     """

@@ -197,7 +197,7 @@ class TailReader:
 
     @staticmethod
     def _rings_of(spec: RecurrentSpec, flats: list[Prepared]) -> list[tuple[Prepared, ...]]:
-        """Return for each state tensor the rings that a kernel reads with it: its own ones, or that of the rows."""
+        """Return the rings that a kernel reads with each state tensor: the tensor's own, or the ring of the rows."""
         has_rows = spec.has_rows(deferred=True)
         rows, parts = tuple(flats[:has_rows]), iter(flats[has_rows:])
         return [tuple(next(parts) for _ in state.ring or ()) or rows for state in spec.states]

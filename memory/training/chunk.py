@@ -1,4 +1,4 @@
-"""Computes one chunk: forward without activations, and backward from what was before it."""
+"""Computes one chunk: forward without keeping activations, and backward from the rows and states before it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def no_values(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return nothing. Rows for which this is the head are not selected at all."""
+    """Return zeros. If this is the head, the model computes no logits for it."""
     return logits.new_zeros(len(targets))
 
 
@@ -80,14 +80,14 @@ class Chunk:
         return Before(self.parents(), self.device, wants_gradients=wants_gradients)
 
     def compute_states(self) -> None:
-        """Compute states again that were left out. They stay until the pieces' own backward."""
+        """Compute again the states that were left out. They are kept until the pieces' own backward."""
         with torch.no_grad():
             step, *_ = self._run(self._before(wants_gradients=False))
         for i, piece in enumerate(self._pieces):
             piece.states = {place: [x[i].clone() for x in states] for place, states in step.states.items()}
 
     def backward(self, dvalues: Tensor | None, dlast_logits: Tensor | None) -> None:
-        """Compute the chunk again, and add gradients to weights, and to what was before the chunk."""
+        """Compute the chunk again. Add gradients to weights, and to the rows and states before the chunk."""
         if self._is_released:
             raise StepError(
                 "a second backward through the same tokens of a tape; sum up all losses before the first, or record a "
@@ -134,7 +134,7 @@ class Chunk:
 
 
 class Record(torch.autograd.Function):
-    """Records a chunk for autograd. Its inputs are the chunks before it, so that these go back after it.
+    """Records a chunk for autograd. Its inputs are the chunks before it, so that their backward runs after its own.
 
     Outputs are a number that stands for the chunk, the values, and the logits of last rows.
     """

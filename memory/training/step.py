@@ -154,7 +154,7 @@ class TrainingStep:
     ) -> ChosenRows:
         """Choose rows as `Step.choose` does; which rows were chosen has no gradient.
 
-        The chosen rows are told by a mask (queries, rows) of each piece.
+        The result has a mask (queries, rows) of the chosen rows for each piece.
         """
         place, spec = self._claim(layer, name, IndexSpec)
         scale = q.shape[-1] ** -0.5 if scale is None else scale

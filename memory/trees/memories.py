@@ -112,12 +112,12 @@ class TreeMemories:
         return plans
 
     def give_back(self, plans: Plans) -> None:
-        """Release the blocks that were allocated because any path might be accepted. The plans can be aborted."""
+        """Release the blocks that were allocated because any path might be accepted. The plans can still be aborted."""
         for name, plan in plans.items():
             self._branching[name].give_back(plan)
 
     def settle(self, plans: Plans, accepted: Packed) -> None:
-        """Replace plans by those of a step that has only the accepted tokens. After an error they can be aborted."""
+        """Replace plans by those of a step with only the accepted tokens. After an error they can still be aborted."""
         for name in plans:
             plans[name] = self._branching[name].settle(plans[name], accepted)
 
@@ -144,7 +144,7 @@ def _branching(name: str, memory: Any) -> Branching | None:
 
 
 def _all_rows(memory: Any) -> AttentionCache | None:
-    """Return an attention cache whose queries read all rows, which those of its subclasses do not; else None."""
+    """Return the attention cache if its queries read all rows; None for its subclasses, whose queries do not."""
     return memory if type(memory) is AttentionCache and not memory.selects else None
 
 

@@ -1,4 +1,4 @@
-"""Defines the step over trees of draft tokens: each sequence has one, or a chain as in any step."""
+"""Defines the step over trees of draft tokens. Each sequence has a tree, or a chain of tokens as in any step."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Implements Inkling 2 with a loop (Thinking Machines 2026): layers in the middle run several times.
 
-Each time they begin from the same rows, with a memory of their own, and read messages of what they left the time
-before.
+Each time they begin from the same rows, with a memory of their own, and read messages from their previous pass.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _n_inputs(module: Module, config: Any) -> int:
 
 
 def _others(replaced: Replaced, spec: MemorySpec, x_TM: Tensor) -> dict[str, Any]:
-    """Return what else a module's `forward` must be given. Modules that keep their states are to keep none of these."""
+    """Return the other arguments that a module's `forward` needs. They keep the module from storing its states."""
     parameters = [*inspect.signature(replaced.module.forward).parameters.values()][1:]
     names = {p.name for p in parameters}
     needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
@@ -121,7 +121,7 @@ def _chosen_before(replaced: Replaced, spec: MemorySpec) -> ChosenRows | None:
 
 
 class _Seen(Exception):  # noqa: N818
-    """Leaves a step that is not to be kept."""
+    """Is raised to leave a step that must not be committed."""
 
 
 def _run(

@@ -61,7 +61,7 @@ class Conversion:
         first, firsts, places = 1, dict[str, int](), dict[str, Tensor]()
         owners = dict[int, str]()
         for name, tensor in tensors.items():
-            # A tensor with several names is one for the conversion too.
+            # For the conversion, too, a tensor with several names is a single tensor.
             owner = owners.setdefault(id(tensor), name)
             if owner == name:
                 firsts[name], first = first, first + tensor.numel()

@@ -77,7 +77,7 @@ def _lent(typing_context, array):
 
 @untyped_intrinsic
 def _keep(typing_context, x, y):
-    """Do nothing. An array is freed after the last line that names it, so that lent arrays must be named again."""
+    """Do nothing. An array is freed after the last line that names it, so call this after its last use."""
 
     def codegen(context, builder, signature, arguments):
         return context.get_dummy_value()
@@ -87,7 +87,7 @@ def _keep(typing_context, x, y):
 
 @compiled(ELEMENTWISE, parallel=True)
 def multiply_keys(q_TGN, k_TGN, a_TGN, cu_rows, targets, ring, old, new, ring_rows, spans, keys_TGN, products):
-    """Multiply the queries of short segments, and what erases, with all keys before them. Write new keys to the ring.
+    """Multiply queries and erasing vectors of short segments with all keys before them. Write new keys to the ring.
 
     Args:
         keys_TGN: is set to the new keys, rounded to the ring's dtype.

@@ -1,6 +1,6 @@
 """Computes Mamba-2's recurrence in one call on the CPU: convolution, time steps and scan.
 
-It runs these three kernels one after the other, on the same numbers, so its results have the same bits. For one token,
+It runs the three separate kernels one after the other, so its results have the same bits as theirs. For one token,
 calling a kernel from Python takes as long as the kernel itself, and here there is one call instead of three.
 """
 

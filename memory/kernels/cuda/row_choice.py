@@ -55,7 +55,7 @@ def choose_rows(
 def _scores(
     q_THD: Tensor, weights_TH: Tensor, keys: Tensor, batch: PagedBatch, places_2T: Tensor, most: int, scale: float
 ) -> Tensor:
-    """Compute the scores (T, N) float32 of keys: the best one for NaN, and -inf behind a query's last key."""
+    """Compute the scores (T, N) float32 of keys. NaN gets the best score, keys after a query's last one get -inf."""
     n_queries, n_heads, head_dim = q_THD.shape
     q_THD = q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous()
     scores_TN = torch.empty(n_queries, most, dtype=torch.float32, device=q_THD.device)
