@@ -95,7 +95,7 @@ class Counts:
         self.n_requests += 1
         self.n_prompt += n_prompt
         self.n_cached += n_cached
-        n_seen = min(n_seen, n_prompt - 1)  # the last token is fed for its output
+        n_seen = min(n_seen, n_prompt - 1)  # The last token is fed for its output.
         self.n_seen += n_seen
         self.n_again += max(0, n_seen - n_cached)
         self.seconds.append(seconds)

@@ -102,7 +102,7 @@ class Step:
         self._opened: OpenStep | None = None
         self._block: ref[Any] | None = None
         self._served: set[Place] = set()
-        self._begun: set[Place] = set()  # The recurrences that have run, and may have overwritten their start states.
+        self._begun: set[Place] = set()  # These recurrences have run, and may have overwritten their start states.
         self._is_spent = False
         self._soft_runs: list[Run] = []
 

@@ -139,9 +139,9 @@ class Drafting:
             self._drafter.check(memory, tokenizer)
         self._pace = Pace()
         self._texts, self._text_ledger = TextDrafts(looks_up=speculation.looks_up), Ledger()
-        self._seconds = Rate(_OF_SECONDS, kept=0.9)  # How often another guess is right if the first is wrong.
+        self._seconds = Rate(_OF_SECONDS, kept=0.9)  # This says how often another guess is right if the first is wrong.
         self._rest, self._looking, self._n_drafted_steps = 0, 0.0, 0
-        self._rates = WeakKeyDictionary[Job, Rate]()  # Of the drafter's drafts.
+        self._rates = WeakKeyDictionary[Job, Rate]()  # These are rates of the drafter's drafts.
         self._rate_of_all = _OF_MODELS
         self._ledger, self._n_tried, self._idle, self._model_rest = Ledger(), 0, 0, 0
         self._last = _Proposal()
@@ -251,7 +251,7 @@ class Drafting:
         if not self._text_ledger.allows(TRIED_SHARE, _FREE_STEPS * pace.plain.of(n)):
             return {}, False
 
-        # A job that is ahead of the others saves its row of later steps, while a token more for all saves a step.
+        # One token more for all jobs saves a step. One token more for a single job saves only its row of a later step.
         part = min(1.0, pace.plain.slope * n / pace.plain.of(n))
 
         def speed(choice: tuple[dict[Job, int], bool]) -> float:
@@ -362,7 +362,7 @@ class Drafting:
         least = max(n / pace.plain.of(n), speed(0))
         if speed(best) < MARGIN * least:
             return 0, []
-        saved = 1 / least - 1 / speed(best)  # Seconds for each token.
+        saved = 1 / least - 1 / speed(best)  # This is in seconds for each token.
         return best, [job for job in jobs if self._is_worth_feeding(job, drafter, saved)]
 
     def _is_worth_feeding(self, job: Job, drafter: JobDrafter, saved: float) -> bool:

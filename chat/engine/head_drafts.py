@@ -80,7 +80,7 @@ class HeadDrafter(ModelDrafter):
     # Hidden states
 
     def _hold(self, step: Step, rows_TR: Tensor) -> None:
-        """Hold the hidden states of a step that is open, in the caller's order, and feed those that are too many.
+        """Hold the hidden states of an open step, in the caller's order, and feed the oldest if too many are held.
 
         If the step is aborted, they are replaced when their positions are fed again.
         """
@@ -97,7 +97,7 @@ class HeadDrafter(ModelDrafter):
         if many:
             self._feed_ahead([job for job in self._running() if job.sequence in many])
             for sequence in many:
-                self._rows[sequence].keep_from(sequence.length - _KEPT)  # Later ones may be of rejected drafts.
+                self._rows[sequence].keep_from(sequence.length - _KEPT)  # Later rows may be of rejected drafts.
 
     def _inherited(self, sequence: Sequence) -> HeldRows:
         """Return what a forked sequence has of its source: the hidden states of the prompt's last tokens."""

@@ -36,7 +36,7 @@ def choose_verified(
     going = [(i, job.ahead() if job in drafts else job, n_tokens) for i, (job, n_tokens) in enumerate(plan)]
     chosen: list[list[Choice]] = [[] for _ in plan]
     following = {i: next_nodes(drafts[job]) for i, (job, _) in enumerate(plan) if job in drafts}
-    at, logits_SV = [-1] * len(plan), firsts  # The drafted token after which each job chooses now.
+    at, logits_SV = [-1] * len(plan), firsts  # `at` is the drafted token after which each job chooses.
     while going:
         picked = choose(logits_SV, [(job, n_tokens) for _, job, n_tokens in going])
         agreeing = []

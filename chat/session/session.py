@@ -106,8 +106,8 @@ class ChatSession:
         self._tree.add(self, None)
         self._is_closed = False
         self._answering = Lease()
-        self._generation: Generation | None = None  # The generation of the latest reply.
-        self._on_text: OnText | None = None  # The callback of the reply in progress.
+        self._generation: Generation | None = None  # This is the generation of the latest reply.
+        self._on_text: OnText | None = None  # This is the callback of the reply in progress.
         # This raises now if the template cannot be used at all.
         self._encode([*self._messages, Utterance("user", "?")])
 

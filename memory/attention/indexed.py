@@ -44,7 +44,7 @@ class IndexKeys(AttentionCache):
     """
 
     def __init__(self, specs: list[IndexSpec], dtype: torch.dtype, grid: PageGrid, store: Store, name: str) -> None:
-        # To a cache of pages an index is attention that keeps keys alone.
+        # For a cache of pages, an index is an attention that keeps only keys.
         super().__init__(specs, dtype, grid, store, name=name)  # type: ignore[arg-type]
         self._n_chosen, self._span_tokens = specs[0].n_chosen, specs[0].span_tokens
 
@@ -142,7 +142,7 @@ class IndexedAttention(AttentionCache):
         positions_P = chosen_C
         if best.pieces is not None:
             spans, offsets = best.pieces
-            # Rows behind the last whole span lie at their offsets, so the span that they have is at 0.
+            # Rows after the last whole span are given by their offsets alone, so 0 is added for their span.
             positions_P = offsets + F.pad(chosen_C * self._span_tokens, (0, 1))[spans]
         page_P = as_tensor(best.batch.pages) + positions_P // self.page_tokens
         rows_P = as_tensor(plan.batch.pages)[page_P] + positions_P % self.page_tokens * size

@@ -49,7 +49,7 @@ class SpanPlan(AttentionPlan):
 
     @property
     def can_capture(self) -> bool:
-        # How many keys a step writes depends on positions.
+        # The number of keys that a step writes depends on positions, so kernels differ between steps.
         return False
 
 
@@ -122,7 +122,7 @@ class SpanKeys(IndexKeys):
         assert isinstance(plan, SpanPlan)
         super().commit(plan, (plan.starts + kept[plan.requests]) // self._span_tokens - plan.packed.starts)
 
-    # What is asked about tokens is asked about spans
+    # Questions about tokens become questions about spans
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
         starts, ends, peaks = (at // self._span_tokens for at in (stretch.starts, stretch.ends, stretch.peaks))

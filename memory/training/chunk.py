@@ -53,7 +53,7 @@ class Chunk:
             first += len(piece.tokens)
             ends += [first - 1] if is_wanted else []
         self._n_values, self._n_ends = len(values), len(ends)
-        # A model that is asked for no row at all cannot norm it.
+        # Norms cannot take zero rows, so at least one row is selected.
         self._select = torch.tensor([*values, *ends] or [first - 1], device=self.device)
         self._is_released = False
         for piece in pieces:
@@ -100,7 +100,7 @@ class Chunk:
         found = [(values, dvalues), (last_logits, dlast_logits), *self._later(step)]
         wanted = [(out, grad.to(out.dtype)) for out, grad in found if grad is not None and out.requires_grad]
         if wanted:
-            # What makes the model's weights from its parameters serves other chunks too, so it is retained.
+            # All chunks share the graph that makes weights from parameters, so it is retained.
             outputs, gradients = zip(*wanted, strict=True)
             torch.autograd.backward(outputs, gradients, retain_graph=True)
             before.hand_back()
@@ -149,6 +149,6 @@ class Record(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _, dvalues, dlast_logits = grads
         ctx.chunk.backward(dvalues, dlast_logits)
-        # Nobody reads these gradients; the engine goes on to the chunks before because there are any.
+        # Nobody reads these gradients. Without any, autograd would not go on to the chunks before.
         zero = torch.zeros((), device=ctx.chunk.device)
         return None, *[zero] * (len(ctx.needs_input_grad) - 1)

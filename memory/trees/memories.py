@@ -94,7 +94,7 @@ class TreeMemories:
                 "rows before it; leave parents= out, and feed one path of the tree"
             )
         self._branching: dict[str, Any] = found
-        # A place that has two keys is one place.
+        # One place may have several keys. It gets one object for all of them.
         own = {place: _at(place, found[place.group]) for place in places.values()}
         self.places: Places = {key: own[place] for key, place in places.items()}
 

@@ -104,7 +104,7 @@ def _for_attention(module: Module, spec: AttentionSpec, x_TM: Tensor, names: set
         mask = x_TM.new_zeros(n_rows, n_rows).masked_fill(~is_seen, torch.finfo(x_TM.dtype).min)
         found["attention_mask"] = mask[None, None]
     else:
-        found["attention_mask"] = torch.ones_like(places, dtype=torch.bool)[None]  # It would be False for padding.
+        found["attention_mask"] = torch.ones_like(places, dtype=torch.bool)[None]  # There is no padding.
     if "prev_topk_indices" in names:
         found["prev_topk_indices"] = torch.where(distance >= 0, places, places[:, None])[None].to(torch.int32)
     return found

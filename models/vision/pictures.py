@@ -177,7 +177,7 @@ class Pictures:
         digest = digest_of(image)
         passage = self.soft_tokens.find(digest)
         if passage is None:
-            with self._lock:  # Who sends the same picture at the same time waits here, and finds it.
+            with self._lock:  # A thread with the same picture waits here, and then finds its rows.
                 passage = self.soft_tokens.find(digest) or self._compute(digest, image)
         self._sight.prepare(self, passage)
         return Picture(passage, passage.about, file_of(source, image))

@@ -44,7 +44,7 @@ class SSDLayer:
         self._weights: np.ndarray = torch.cat([x.detach().float().flatten() for x in given]).numpy()
         self._least, self._most = map(float, dt_limits)
         self._n_groups, self._activation = n_groups, activation
-        self._fitting: object = None  # The sizes that were last found to fit the weights.
+        self._fitting: object = None  # These sizes were found to fit the weights at the last check.
 
     def __call__(self, rows_TR: Tensor, window: StateSlots, state: StateSlots) -> Tensor:
         """Advance windows and states by rows. Return outputs (T, H P) in the rows' dtype.

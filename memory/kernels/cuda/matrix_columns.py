@@ -190,7 +190,7 @@ def _advance(
             other = _load(b, b_stride, h, rows, end, n, n_columns)
         else:
             u -= beta * found
-    if HAS_TAIL:  # The rings hold these numbers in dtypes of their own, so add them as rounded.
+    if HAS_TAIL:  # Rings store these numbers in their own dtypes, so they are rounded to these before they are added.
         u = u.to(writes.dtype.element_ty).to(tl.float32)
         if HAS_B:
             found = found.to(finds.dtype.element_ty).to(tl.float32)

@@ -88,7 +88,7 @@ def _score(
         s = dot(q1, tl.trans(k1), s)
     s *= scale
     weight = tl.load(weights + query * H + m, mask=m < H, other=0.0)
-    # A comparison, as a maximum may hide a NaN.
+    # This is a comparison, because a maximum may hide a NaN.
     found = tl.sum(tl.where(s < 0.0, 0.0, s) * weight[:, None], 0)
     found = tl.where(found == found, found, float("inf"))
     tl.store(scores + query * most + n, tl.where(inside, found, float("-inf")), mask=n < most)
