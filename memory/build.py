@@ -187,7 +187,7 @@ def _add_indexes(kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRu
 def with_host_pages(
     kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store, host_store: Store
 ) -> HostPages:
-    """Give each attention cache of a memory a twin in host memory.
+    """Give each attention cache of a memory a second cache in host memory.
 
     Raises SpecError if the model has no attention, or if host memory has no room for one sequence.
     """

@@ -392,7 +392,7 @@ class Step:
 
     @contextmanager
     def while_captured(self) -> Iterator[Step]:
-        """Yield a twin of this step for a capture.
+        """Yield a copy of this step for a capture.
 
         A capture computes nothing, so this step does not count as used by it.
         """

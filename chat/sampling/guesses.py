@@ -81,7 +81,8 @@ class Guesses:
         self._n_prompt = n_prompt
         self._own = NGrams(text) if looks_up else None
         self._prediction = NGrams(prediction) if prediction else None
-        self._copied: tuple[Sequence[int], int, int] | None = None  # Source, start and text length.
+        # These are the source and start of the latest guess, and the length that the text had then.
+        self._copied: tuple[Sequence[int], int, int] | None = None
 
     def next(self, n_tokens: int) -> Guess:
         """Return up to `n_tokens` tokens that may come next, or `NO_GUESS`."""
