@@ -161,7 +161,7 @@ class Step:
 
     @property
     def _places(self) -> Places:
-        """Return what serves each call of the model. A step that held it would keep the memory's bytes alive."""
+        """Return the places that serve the model's calls. A step that held them would keep the memory's bytes alive."""
         return self.owner.places
 
     def plan(self, layers: LayerMemories, packed: Packed) -> tuple[Packed, Plans]:

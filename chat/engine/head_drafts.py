@@ -100,7 +100,7 @@ class HeadDrafter(ModelDrafter):
                 self._rows[sequence].keep_from(sequence.length - _KEPT)  # Later rows may be of rejected drafts.
 
     def _inherited(self, sequence: Sequence) -> HeldRows:
-        """Return what a forked sequence has of its source: the hidden states of the prompt's last tokens."""
+        """Return the hidden states that a fork takes over from its source: those of the prompt's last tokens."""
         for job in self._running():
             if job.sequence is sequence and job.is_forked:
                 for other in job.others:

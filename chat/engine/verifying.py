@@ -17,7 +17,7 @@ def choose_verified(
     choose: Choose, firsts: Tensor, plan: Plan, rows: Sequence[Tensor], drafts: Mapping[Job, list[int]],
     end_ids: tuple[int, ...],
 ) -> list[list[Choice]]:  # fmt: skip
-    """Return the choices of each job: those that agree with its draft, and one token more. No job changes.
+    """Return the choices of each job: the tokens that agree with its draft, and one more. No job changes.
 
     Each choice is made by `choose` for a copy of the job that has taken the tokens before it, so whatever a choice
     depends on (penalties, the number of a draw, a grammar) is as it would be without drafts. A choice that ends the

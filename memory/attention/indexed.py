@@ -49,7 +49,7 @@ class IndexKeys(AttentionCache):
         self._n_chosen, self._span_tokens = specs[0].n_chosen, specs[0].span_tokens
 
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
-        """Return what the queries that choose read, if there are any: all keys of their requests."""
+        """Return what choosing queries read: all keys of their requests. It is nothing if no query chooses."""
         choosing = Choosing.of(packed, self._n_chosen, self._span_tokens)
         if not len(choosing.requests):
             return (), None

@@ -99,7 +99,7 @@ class SpanKeys(IndexKeys):
         return (), None  # Requests that complete no span choose as well: see `_keys_read`.
 
     def _keys_read(self, packed: Packed, tables: list[Int64s]) -> tuple[Read, ...]:
-        """Return what the queries that choose read, if there are any: all keys of their requests."""
+        """Return what choosing queries read: all keys of their requests. It is nothing if no query chooses."""
         choosing = Choosing.of(packed, self._n_chosen, self._span_tokens)
         if not len(choosing.requests):
             return ()

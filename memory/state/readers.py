@@ -150,7 +150,7 @@ class HeadReader:
 
 @dataclass(eq=False)
 class TailReads:
-    """Holds what a step reads and writes where each request's new rows are one segment, after its tail.
+    """Holds what a step reads and writes if each request's new rows are one segment, after its tail.
 
     Attributes:
         sources, targets: element size in bytes -> (S,) element offsets of the tail blocks that are read and written.

@@ -22,7 +22,7 @@ from hybridmem.memory.training.segments import Segments
 
 
 class TrainingStates:
-    """Stands in for `memory.States`: the start states of S segments, and what a recurrence leaves behind.
+    """Stands in for `memory.States`: the start states of S segments, and the end states of a recurrence.
 
     Attributes:
         sources: for each state, (S,) of which -1 says that the segment begins its sequence.

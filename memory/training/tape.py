@@ -113,7 +113,7 @@ class Tape:
         return dict(self._boundaries.used) | {"computed again": self._boundaries.n_computed_again}
 
     def fork(self, branch: Branch) -> Branch:
-        """Return a text that goes on from where another one is. Gradients of both meet in what they share."""
+        """Return a text that continues from the end of another one. Gradients of both meet in the part that they share."""
         self._check_own(branch)
         twin = Branch(self)
         twin._link, twin._pending, twin.last_logits = branch._link, list(branch._pending), branch.last_logits
@@ -140,7 +140,7 @@ class Tape:
         branch._link, branch._pending, branch.last_logits = link, tokens[start:to], None
 
     def feed(self, requests: Mapping[Branch, Sequence[int]]) -> None:
-        """Feed tokens to texts, as `run` does, without values for them: only what comes later has a loss."""
+        """Feed tokens to texts, as `run` does, but compute no values for them: only later tokens have a loss."""
         self.run(requests, head=no_values)
 
     def run(self, requests: Mapping[Branch, Sequence[int]], *, head: Head = logprobs_of) -> dict[Branch, Tensor]:
@@ -178,7 +178,7 @@ class Tape:
         return {text.branch: torch.cat(text.values) for text in texts}
 
     def _n_next(self, text: _Text, room: int) -> int:
-        """Return how many tokens of a text the next chunk takes, if it has room for so many.
+        """Return how many tokens of a text the next chunk takes, if it has room for that many.
 
         With a policy, the rows that a token reads depend on where its chunk begins. So other texts must not move cuts.
         """

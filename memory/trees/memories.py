@@ -132,7 +132,7 @@ class TreeMemories:
 
 
 def _branching(name: str, memory: Any) -> Branching | None:
-    """Return what takes the steps of a layer memory over trees, or None if it cannot."""
+    """Return the object that takes a layer memory's steps over trees, or None if the layer memory cannot take any."""
     if isinstance(memory, RecurrentState):
         return TreeRecurrence(memory)
     if isinstance(memory, HostedAttention):

@@ -38,7 +38,7 @@ class TreeStep(Step):
 
     @property
     def _memories(self) -> TreeMemories:
-        """Return what takes the steps of the layer memories. See `Step._places` for why it is not held."""
+        """Return the object that takes the steps of all layer memories. See `Step._places` for why it is not held."""
         memories: TreeMemories = self.owner.trees
         return memories
 

@@ -89,7 +89,7 @@ def _others(replaced: Replaced, spec: MemorySpec, x_TM: Tensor) -> dict[str, Any
 
 
 def _for_attention(module: Module, spec: AttentionSpec, x_TM: Tensor, names: set[str]) -> dict[str, Any]:
-    """Return a mask, angles, and the rows of a layer before, of those that a module takes."""
+    """Return those of these arguments that a module takes: a mask, angles, rows that an earlier layer has chosen."""
     n_rows, found = len(x_TM), dict[str, Any]()
     places = torch.arange(n_rows, device=x_TM.device)
     distance = places[:, None] - places
@@ -111,7 +111,7 @@ def _for_attention(module: Module, spec: AttentionSpec, x_TM: Tensor, names: set
 
 
 def _chosen_before(replaced: Replaced, spec: MemorySpec) -> ChosenRows | None:
-    """Return all rows, if the module reads those that an index of a layer before has chosen; otherwise None."""
+    """Return all rows if the module reads rows that the index of an earlier layer has chosen; otherwise None."""
     own = spec.layers[replaced.layer]
     attention = next((one for one in own if isinstance(one, AttentionSpec) and one.n_chosen is not None), None)
     if attention is None or any(isinstance(one, IndexSpec) for one in own):

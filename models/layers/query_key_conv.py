@@ -14,7 +14,7 @@ NAME = "queries_keys"
 
 
 class QueryKeyConv:
-    """Convolves queries and keys by channel, then by head, and delays what stands beside them by one token.
+    """Convolves queries and keys by channel, then by head, and delays the other elements of their rows by one token.
 
     Both convolutions and the delay are one recurrence, a convolution by channel: its rows hold queries and keys once
     for each tap of the convolution by head, which gets them convolved already, each copy a token later than the other.
@@ -60,7 +60,7 @@ class QueryKeyConv:
 
 
 def around(q_THD: Tensor, k_TGD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is added to convolved queries and keys: means of each query and its key, and of those of a group."""
+    """Return the terms to add to convolved queries and keys: means of each query and its key, and of each group."""
     n_tokens, n_groups, head_dim = k_TGD.shape
     q_TGSD = (q_THD.reshape(n_tokens, n_groups, -1, head_dim) + k_TGD[:, :, None]) * 0.5
     return q_TGSD.flatten(1, 2), q_TGSD.mean(2)

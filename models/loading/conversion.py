@@ -93,7 +93,7 @@ class Conversion:
 def _moved(
     flat: Tensor, shape: torch.Size, sources: tuple[str, ...], firsts: Mapping[str, int], tensors: Mapping[str, Tensor]
 ) -> _Moved:
-    """Return where numbers at these places of all tensors come from."""
+    """Return the sources of the numbers at these places, which count through all tensors."""
     own = torch.empty_like(flat)
     begin = 0
     for name in sources:

@@ -179,7 +179,7 @@ def warm_up(names: Iterable[str] = NAMES, dtype: torch.dtype = torch.float32) ->
 
 
 def _compile(names: list[str], dtype: torch.dtype) -> None:
-    """Compile these kernels, the slowest first, while helper processes begin with the fastest. A helper may fail."""
+    """Compile these kernels, the slowest first, while helper processes begin with the fastest. Helpers may fail."""
     progress.tell(names[0])
     seconds = sum(_RUNS[name][0] for name in names)
     n_helpers = min(_n_cores(), len(names), int(seconds / _HELPER_SECONDS)) - 1 if is_kept() else 0

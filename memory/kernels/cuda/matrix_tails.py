@@ -167,7 +167,7 @@ def _meet_state(
     query, q_stride, reading, a_stride, rows, is_new, body, limit, initial, r, key_rows, k_stride, i,
     dtype: tl.constexpr, n_columns, ERASES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return what queries and readings find in the state, (TOKENS, ROWS) each, and their products with the keys of the
+    """Return what queries and erasing tokens read from the state, (TOKENS, ROWS) each, and products with keys of the
     new tokens, (TOKENS, TOKENS) each. Rows of the state from `limit` on are `initial`; keys are rounded to `dtype`.
     """
     out, found = tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
@@ -192,7 +192,7 @@ def _meet_tail(
     n_rows, n_columns, ERASES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return what queries and readings find in the tail, (TOKENS, ROWS) each, and the sum of its log decays."""
+    """Return what queries and erasing tokens read from the tail, (TOKENS, ROWS) each, and the sum of its log decays."""
     total, out, found = 0.0, tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
     # The loop goes from the newest token to the oldest, because a token's decay is the sum over all newer tokens.
     for block in range(tl.cdiv(count, BLOCK)):
@@ -219,7 +219,7 @@ def _meet_tail(
 
 @triton.jit
 def _updates(u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr, TOKENS: tl.constexpr):
-    """Return what tokens write, (TOKENS, ROWS), rounded to `dtype`: u times `power`.
+    """Return the values that tokens write, (TOKENS, ROWS), rounded to `dtype`: u times `power`.
 
     If tokens erase, what each reads of earlier tokens is subtracted, one by one. `erased` (TOKENS, TOKENS) has their
     shares.

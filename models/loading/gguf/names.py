@@ -44,7 +44,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def table_of(architecture: str) -> str:
-    """Return the architecture whose table has an architecture's names: the package has none for Ling 3."""
+    """Return the architecture whose table of names serves this one. The package has no table for Ling 3."""
     return "kimi-linear" if architecture == "bailingmoe3" else architecture
 
 
