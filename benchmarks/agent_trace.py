@@ -95,7 +95,7 @@ class Counts:
         self.n_requests += 1
         self.n_prompt += n_prompt
         self.n_cached += n_cached
-        n_seen = min(n_seen, n_prompt - 1)  # the last token is fed for its output
+        n_seen = min(n_seen, n_prompt - 1)  # The last token is fed for its output.
         self.n_seen += n_seen
         self.n_again += max(0, n_seen - n_cached)
         self.seconds.append(seconds)
@@ -142,7 +142,7 @@ class ByChats:
 
 
 def agent_trace(*, quick: bool, scale: float | None = None) -> Report:
-    """Replay the trace against a server of each kind, which is stopped and started again in the middle."""
+    """Replay the trace against each kind of server. Each server is restarted in the middle."""
     report = Report("agent_trace")
     scale = scale if scale is not None else 0.04 if quick else 0.25
     with tempfile.TemporaryDirectory() as folder:

@@ -160,7 +160,7 @@ class LruBlocks:
         row_bytes, state_bytes = _bytes_of(spec)
         self.tokens = block_tokens(spec)
         self.n_blocks = budget // (self.tokens * row_bytes + state_bytes)
-        self._blocks: OrderedDict[int, None] = OrderedDict()  # by the hash of all tokens up to a block's end
+        self._blocks: OrderedDict[int, None] = OrderedDict()  # The key is a hash of all tokens up to a block's end.
 
     def replay(self, requests: Iterable[Request]) -> float:
         """Serve requests one by one; return the share of prompt tokens that were reused."""

@@ -11,7 +11,7 @@ from hybridmem.models.layers.linear import Linear
 
 def copy_gbytes_a_second(n_bytes: int = 256 << 20) -> float:
     """Return the bandwidth of torch's copy: bytes read and bytes written per second, in 10**9."""
-    source = torch.ones(n_bytes // 4)  # ones: unwritten zeros are all one page, which stays in a cache
+    source = torch.ones(n_bytes // 4)  # Unwritten zeros would all be one page, which stays in a cache.
     target = torch.ones_like(source)
     copied = interleave({"copy": lambda: target.copy_(source)}, 9, n_warm_up=2)["copy"]
     return 2 * n_bytes / copied.median_ms / 1e6

@@ -114,9 +114,9 @@ def _drift(report: Report, name: str, n_tokens: int, n_rollbacks: int) -> None:
                     "rms of logits / their std": (sums[mode] / n_scored) ** 0.5,
                     "worst / std": worst[mode], "same first choice, %": 100 * agreed[mode] / n_scored,
                 })  # fmt: skip
-        if at % every == 0 and at < n_tokens:  # Other tokens come, are taken back, and leave no trace.
+        if at % every == 0 and at < n_tokens:  # Feed other tokens and take them back. They must leave no trace.
             for mode, memory in memories.items():
-                if "each" not in mode:  # That one has no tail.
+                if "each" not in mode:  # A memory that folds at each token has no tail, so it cannot go back.
                     with memory.step({sequences[mode]: tokens[:N_BACK]}) as step:
                         model(step)
                     memory.rollback(sequences[mode], n_tokens=N_BACK)

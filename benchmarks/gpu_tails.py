@@ -1,4 +1,4 @@
-"""Measures up to which length of the tail a step on a GPU is faster if it does not write states.
+"""Finds the longest tail for which a step on a GPU is faster if it does not write states.
 
 The recurrences are those that run the tokens of a tail again in registers: RWKV-7 and Mamba-1. If bytes alone decided,
 a step should not write states while the tails that it reads have no more bytes than the states that it would write

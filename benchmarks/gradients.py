@@ -68,7 +68,7 @@ def _memory(report: Report, lengths: tuple[int, ...], plain_lengths: tuple[int, 
 
 
 def boundary_bytes(n_tokens: int) -> int:
-    """Return the bytes of rows, states and their gradients that a text of this length leaves behind its chunks."""
+    """Return the bytes of rows, states and their gradients that are kept between the chunks of such a text."""
     spec = Trainable.of(make_model()).model().memory_spec
     total = 0
     for memories in spec.layers:

@@ -1,4 +1,4 @@
-"""Measures how many new sequences fit into what others that decoded together have left, and the bytes moved for them.
+"""Measures how many new sequences fit into the holes that closed sequences have left, and the bytes moved for them.
 
 The memories are dry: these are the worst case for holes, and nothing but bookkeeping is timed.
 """

@@ -54,7 +54,7 @@ _ITEM_BYTES = 4
 
 
 class _Layer:
-    """One layer with its memory and a sequence of `n_tokens` random rows; a step adds one token, and takes it back."""
+    """Holds a layer with its memory and a sequence of `n_tokens` random rows. A step adds a token and takes it back."""
 
     def __init__(self, case: Case, n_tokens: int, *, has_index: bool) -> None:
         randn = partial(torch.randn, generator=torch.Generator().manual_seed(1))

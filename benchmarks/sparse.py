@@ -182,7 +182,7 @@ class _OneAttention:
 
 
 def _speed(report: Report, *, n_tokens: int, n_rounds: int) -> None:
-    """Measure a decode step of eight sequences with dense attention, with a fifth of the rows, and with few bits."""
+    """Measure a decode step of eight sequences: dense attention, a fifth of the rows, and rows in few bits."""
     budget = n_tokens // 5
     kinds: list[tuple[Budget | None, Storage | None]] = [
         (None, None), (H2O(budget), None), (Recent(budget), None), (Quest(budget), None),

@@ -158,7 +158,7 @@ _KINDS = ("attention", "index", "cross-attention", "recurrence")
 
 
 def _indexed(what: str, chosen: _Chosen, spec: MemorySpec) -> str:
-    """Return the name of what an index serves, with the number of rows if there are several in the model."""
+    """Return the name of a layer memory with an index. It has the number of chosen rows if a model has several."""
     memories = (m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec | IndexSpec))
     suffix = "" if len({(m.n_chosen, m.span_tokens) for m in memories} - {(None, 1)}) == 1 else f" of {chosen[0]} rows"
     suffix += f" in spans of {chosen[1]}" if suffix and chosen[1] > 1 else ""
@@ -166,7 +166,7 @@ def _indexed(what: str, chosen: _Chosen, spec: MemorySpec) -> str:
 
 
 def _add_indexes(kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store) -> None:
-    """Make a layer memory for the indexes of each number of rows."""
+    """Make a layer memory for all indexes that choose the same number of rows."""
     groups: dict[_Chosen, list[IndexSpec]] = {}
     numbers = list[tuple[_Chosen, int]]()
     for _, memory in spec.of_kind("index"):
@@ -187,7 +187,7 @@ def _add_indexes(kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRu
 def with_host_pages(
     kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store, host_store: Store
 ) -> HostPages:
-    """Give each attention cache of a memory a twin in host memory.
+    """Give each attention cache of a memory a second cache in host memory.
 
     Raises SpecError if the model has no attention, or if host memory has no room for one sequence.
     """
@@ -299,7 +299,7 @@ _BY_STEPS = "what a token sees of it depends on how tokens are split into steps"
 
 
 def _with_reproducible(spec: MemorySpec, wanted: bool | None) -> MemorySpec:
-    """Return the spec of a memory that is reproducible if that is wanted. None takes what the model was loaded for.
+    """Return the spec, with reproducible results if that is wanted. None takes what the model was loaded for.
 
     Raises SpecError if the promise cannot be kept.
     """

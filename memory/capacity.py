@@ -133,9 +133,9 @@ def checkpoint_bytes(
 
 
 def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:
-    """Return how many of the last lengths must be searched for the largest, because bytes do not grow evenly.
+    """Return how many of the last lengths must be tried to find the one that takes the most bytes.
 
-    Rows fold in groups, and states change roles.
+    Bytes do not grow evenly with the length, because rows fold in groups, and states change roles.
     """
     attention = [m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec)]
     groups = [m.storage.group for m in attention if m.storage is not None]

@@ -89,7 +89,7 @@ class Held:
 
 
 class SwappedOut(Protocol):
-    """Declares what keeps swapped-out slots: `memory.storage.tiers.Tiers`."""
+    """Declares the object that keeps swapped-out slots: `memory.storage.tiers.Tiers`."""
 
     reclaimers: list[Callable[[int], bool]]
 
@@ -118,14 +118,14 @@ class SwappedOut(Protocol):
 
 
 class SettlesTrees(Protocol):
-    """Declares what reduces the plans of a step to accepted tokens: `memory.trees.memories.TreeMemories`."""
+    """Declares the object that reduces a step's plans to accepted tokens: `memory.trees.memories.TreeMemories`."""
 
     def give_back(self, plans: Plans) -> None: ...
     def settle(self, plans: Plans, accepted: Packed) -> None: ...
 
 
 class PagesOnHost(Protocol):
-    """Declares what keeps the pages of offloaded sequences in host memory: `memory.attention.host_pages.HostPages`."""
+    """Declares the object that keeps offloaded pages in host memory: `memory.attention.host_pages.HostPages`."""
 
     @property
     def place(self) -> tuple[LayerMemories, Store]: ...

@@ -102,7 +102,7 @@ class Step:
         self._opened: OpenStep | None = None
         self._block: ref[Any] | None = None
         self._served: set[Place] = set()
-        self._begun: set[Place] = set()  # The recurrences that have run, and may have overwritten their start states.
+        self._begun: set[Place] = set()  # These recurrences have run, and may have overwritten their start states.
         self._is_spent = False
         self._soft_runs: list[Run] = []
 
@@ -161,7 +161,7 @@ class Step:
 
     @property
     def _places(self) -> Places:
-        """Return what serves each call of the model. A step that held it would keep the memory's bytes alive."""
+        """Return the places that serve the model's calls. A step that held them would keep the memory's bytes alive."""
         return self.owner.places
 
     def plan(self, layers: LayerMemories, packed: Packed) -> tuple[Packed, Plans]:
@@ -392,7 +392,7 @@ class Step:
 
     @contextmanager
     def while_captured(self) -> Iterator[Step]:
-        """Yield a twin of this step for a capture.
+        """Yield a copy of this step for a capture.
 
         A capture computes nothing, so this step does not count as used by it.
         """

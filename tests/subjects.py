@@ -89,7 +89,7 @@ IS_FULL = os.environ.get("CONFORMANCE") == "full"
 chooses.
 """
 
-# every policy with every storage, on a hybrid and on attention alone
+# Combine every policy with every storage, on a hybrid and on attention alone.
 if IS_FULL or os.environ.get("CONFORMANCE") == "kinds":
     pairs = itertools.product(("toy", "toy-attention"), POLICIES, ("", *(f"-{storage}" for storage in STORAGES)))
     SUBJECTS = tuple(dict.fromkeys((*SUBJECTS, *(f"{toy}-{policy}{storage}" for toy, policy, storage in pairs))))
@@ -202,7 +202,7 @@ def make_subject(name: str, folder: Path, device: torch.device = HOST, dtype: to
         fold, dtype = "", torch.bfloat16
     if name.startswith("family:"):
         family = FAMILIES[name.removeprefix("family:")]
-        # a GPU runs many tokens as products of matrices, and few one by one
+        # A GPU runs many tokens as products of matrices, and few tokens one by one.
         is_exact = family.is_exact and device == HOST
         return Subject(name, fold or "keep", FamilyToy(family, device), is_exact=is_exact)  # type: ignore[arg-type]
     if name.startswith("model:"):

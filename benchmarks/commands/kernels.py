@@ -39,5 +39,5 @@ def tune(
     The choices are written into the user's cache. Tuning takes less than eight minutes.
     """
     gpu_kernels.require_gpu()
-    # each result is compared with the default's before it is timed
+    # No tests run first, because each result is compared with the default's before it is timed.
     run(gpu_tune.tune, (), quick, out, None, ship=ship)

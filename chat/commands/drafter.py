@@ -21,7 +21,7 @@ _COMPARED_TOKENS = 1024
 def make_drafter(
     name: str, model: LanguageModel, tokenizer: Tokenizer, memory: dict[str, Any], *, weights: str, has_cache: bool
 ) -> tuple[ModelDrafter, dict[str, Any]]:
-    """Load a draft model, and return its drafter and the options of the memory beside which it drafts.
+    """Load a draft model, and return its drafter and the options of the model's memory beside it.
 
     The budget is for both memories. It is divided so that both hold equally many sequences.
 

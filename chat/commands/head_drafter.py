@@ -30,7 +30,7 @@ def check_draft_options(draft_model: str | None, draft_head: str, rollback_windo
 def make_head_drafter(
     name: str, model: LanguageModel, memory: dict[str, Any], *, weights: str, has_cache: bool
 ) -> tuple[HeadDrafter | None, dict[str, Any]]:
-    """Return the drafter of a draft head, and the options of the memory beside which it drafts.
+    """Return the drafter of a draft head, and the options of the model's memory beside it.
 
     The budget is for both memories. It is divided so that both hold equally many sequences.
 

@@ -58,7 +58,7 @@ class Settings:
     weights: str = "auto"
 
     def check(self, unread: Unread) -> None:
-        """Raise the errors of a model with which nobody can chat, before its weights are read."""
+        """Raise an error if a model cannot be used for chats, before its weights are read."""
         check_draft_options(self.draft_model, self.draft_head, None)
         check_budget(unread.spec, self.budget)
         if not unread.tokenizer.chat_template:

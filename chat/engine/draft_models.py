@@ -60,7 +60,7 @@ class JobDrafter(Protocol):
         ...
 
     def draft(self, wanted: Mapping[Job, int]) -> Drafts:
-        """Return drafts of at most so many tokens for these jobs. Jobs without a draft are left out.
+        """Return drafts of at most this many tokens for these jobs. Jobs without a draft are left out.
 
         Each job has one token that was not fed to the model yet.
         """
@@ -214,7 +214,7 @@ class ModelDrafter:
     # The text of a job
 
     def _follow(self, job: Job, wanted: Mapping[Job, int]) -> Follower | None:
-        """Return the sequence that follows a job. None: it will be forked from another choice's, a draft later."""
+        """Return the sequence that follows a job. None: a later draft forks it from the sequence of another choice."""
         follower = self._followers.get(job)
         if follower is not None:
             if follower.sequence.is_swapped:
@@ -350,7 +350,7 @@ class ModelDrafter:
         self.noted.append((sum(len(guess.next_ids) for guess in guesses.values()), time.perf_counter() - started))
 
     def _model_of(self, guesses: dict[Job, Guess]) -> Callable[[Step], Tensor]:
-        """Return what computes logits in a step that feeds the next tokens of these drafts."""
+        """Return the model that computes logits in a step that feeds the next tokens of these drafts."""
         return self.model
 
     def _fit(self, rows_SV: Tensor) -> Tensor:

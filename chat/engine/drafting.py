@@ -139,9 +139,9 @@ class Drafting:
             self._drafter.check(memory, tokenizer)
         self._pace = Pace()
         self._texts, self._text_ledger = TextDrafts(looks_up=speculation.looks_up), Ledger()
-        self._seconds = Rate(_OF_SECONDS, kept=0.9)  # How often another guess is right if the first is wrong.
+        self._seconds = Rate(_OF_SECONDS, kept=0.9)  # This says how often another guess is right if the first is wrong.
         self._rest, self._looking, self._n_drafted_steps = 0, 0.0, 0
-        self._rates = WeakKeyDictionary[Job, Rate]()  # Of the drafter's drafts.
+        self._rates = WeakKeyDictionary[Job, Rate]()  # These are rates of the drafter's drafts.
         self._rate_of_all = _OF_MODELS
         self._ledger, self._n_tried, self._idle, self._model_rest = Ledger(), 0, 0, 0
         self._last = _Proposal()
@@ -211,7 +211,7 @@ class Drafting:
         }
 
     def _find_others(self, turn: _Turn, found: Mapping[Job, Guess]) -> dict[Job, list[list[int]]]:
-        """Return guesses beside the first, for jobs for which these may pay. In steps with prompts there are none."""
+        """Return second and further guesses, for jobs for which they may pay. In steps with prompts there are none."""
         if self._branches == 1 or turn.is_mixed or (self._adapts and not self._is_often_right(self._seconds)):
             return {}
         others = dict[Job, list[list[int]]]()
@@ -234,9 +234,9 @@ class Drafting:
     def _choose_lengths(
         self, turn: _Turn, found: dict[Job, Guess], others: Mapping[Job, list[list[int]]]
     ) -> tuple[dict[Job, int], bool]:
-        """Return how many tokens of their guesses to verify for which jobs, and whether to verify others beside them.
+        """Return how many tokens of each job's guess to verify, and whether to verify other guesses as well.
 
-        It is what promises the most tokens a second.
+        The choice is the one that promises the most tokens a second.
         """
         most = {job: len(guess.token_ids) for job, guess in found.items()}
         if not self._adapts or not found:
@@ -251,7 +251,7 @@ class Drafting:
         if not self._text_ledger.allows(TRIED_SHARE, _FREE_STEPS * pace.plain.of(n)):
             return {}, False
 
-        # A job that is ahead of the others saves its row of later steps, while a token more for all saves a step.
+        # One token more for all jobs saves a step. One token more for a single job saves only its row of a later step.
         part = min(1.0, pace.plain.slope * n / pace.plain.of(n))
 
         def speed(choice: tuple[dict[Job, int], bool]) -> float:
@@ -362,7 +362,7 @@ class Drafting:
         least = max(n / pace.plain.of(n), speed(0))
         if speed(best) < MARGIN * least:
             return 0, []
-        saved = 1 / least - 1 / speed(best)  # Seconds for each token.
+        saved = 1 / least - 1 / speed(best)  # This is in seconds for each token.
         return best, [job for job in jobs if self._is_worth_feeding(job, drafter, saved)]
 
     def _is_worth_feeding(self, job: Job, drafter: JobDrafter, saved: float) -> bool:

@@ -80,7 +80,7 @@ class HeadDrafter(ModelDrafter):
     # Hidden states
 
     def _hold(self, step: Step, rows_TR: Tensor) -> None:
-        """Hold the hidden states of a step that is open, in the caller's order, and feed those that are too many.
+        """Hold the hidden states of an open step, in the caller's order, and feed the oldest if too many are held.
 
         If the step is aborted, they are replaced when their positions are fed again.
         """
@@ -97,10 +97,10 @@ class HeadDrafter(ModelDrafter):
         if many:
             self._feed_ahead([job for job in self._running() if job.sequence in many])
             for sequence in many:
-                self._rows[sequence].keep_from(sequence.length - _KEPT)  # Later ones may be of rejected drafts.
+                self._rows[sequence].keep_from(sequence.length - _KEPT)  # Later rows may be of rejected drafts.
 
     def _inherited(self, sequence: Sequence) -> HeldRows:
-        """Return what a forked sequence has of its source: the hidden states of the prompt's last tokens."""
+        """Return the hidden states that a fork takes over from its source: those of the prompt's last tokens."""
         for job in self._running():
             if job.sequence is sequence and job.is_forked:
                 for other in job.others:
@@ -145,7 +145,7 @@ class HeadDrafter(ModelDrafter):
     # Sequences of the head
 
     def _open(self, job: Job, base: list[int]) -> Follower:
-        """Begin where hidden states are at hand, or behind a prefix of the text that is cached."""
+        """Open a sequence that begins where hidden states are held, or after a cached prefix of the text."""
         first = self._rows[job.live_sequence].start
         if self.prefixes is not None and not base and len(job.tokens) > 1:
             sequence, _ = self.prefixes.open(job.tokens[1:], job.request.owner)
@@ -175,7 +175,7 @@ class HeadDrafter(ModelDrafter):
 
     @staticmethod
     def _next_pair(follower: Follower) -> int:
-        """Return the position of the next pair that its sequence is fed from the text."""
+        """Return the position of the next pair that the job's sequence is fed from the text."""
         return follower.n_settled + follower.shift - 1
 
     def _model_of(self, guesses: dict[Job, Guess]) -> Callable[[Step], Tensor]:

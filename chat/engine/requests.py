@@ -104,7 +104,7 @@ finish_reason is set. With `reports_prefill`, it is also called with "" after ea
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """Holds the options of `Engine.submit` that all choices of a request share, whoever hears of their tokens."""
+    """Holds the options of `Engine.submit` that all choices of a request share. Callbacks are not among them."""
 
     max_tokens: int = 256
     stop: tuple[str, ...] = ()

@@ -94,7 +94,7 @@ class TextDrafts:
         self._of_all = dict[tuple[bool, int], float]()
 
     def find(self, job: Job, most: int) -> Guess:
-        """Return a guess of at most so many tokens, or `NO_GUESS`. It counts as one that is not fed until `feed`."""
+        """Return a guess of at most this many tokens, or `NO_GUESS`. It counts as unfed until `feed` is called."""
         followed = self._of(job)
         self._compare(job, followed)
         if most <= 0 or job.sampler is None:
@@ -174,7 +174,7 @@ class TextDrafts:
 
 
 def _kind(guess: Guess) -> tuple[bool, int]:
-    """Return what decides how often such guesses are right: their source, and how many tokens before them agree."""
+    """Return the facts that decide how often guesses are right: their source, and how many tokens before them agree."""
     n = guess.n_same
     return guess.is_predicted, (n > 0) + (n >= _LONGER) + (n >= _LONGEST)
 

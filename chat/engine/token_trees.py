@@ -35,7 +35,7 @@ class TokenTree(list[int]):
 
 
 def branch(first: Sequence[int], others: Iterable[Sequence[int]]) -> list[int]:
-    """Return the draft of a path and others beside it: a tree, or the path itself if the others add nothing."""
+    """Return a draft with this path and others: a tree, or the path itself if the others add nothing."""
     tree = TokenTree([first, *others])
     return tree if len(tree) > len(first) else list(first)
 
@@ -75,6 +75,6 @@ def n_levels(draft: Sequence[int]) -> int:
 
 
 def has_branch_at(draft: Sequence[int], n_right: int) -> bool:
-    """Return whether another token was drafted beside the one of the first path with this index."""
+    """Return whether there is an alternative to the first path's token with this index."""
     before = n_right - 1
     return any(parent == before for parent in list(parents_of(draft))[n_first(draft) :])

@@ -17,7 +17,7 @@ def choose_verified(
     choose: Choose, firsts: Tensor, plan: Plan, rows: Sequence[Tensor], drafts: Mapping[Job, list[int]],
     end_ids: tuple[int, ...],
 ) -> list[list[Choice]]:  # fmt: skip
-    """Return the choices of each job: those that agree with its draft, and one token more. No job changes.
+    """Return the choices of each job: the tokens that agree with its draft, and one more. No job changes.
 
     Each choice is made by `choose` for a copy of the job that has taken the tokens before it, so whatever a choice
     depends on (penalties, the number of a draw, a grammar) is as it would be without drafts. A choice that ends the
@@ -36,7 +36,7 @@ def choose_verified(
     going = [(i, job.ahead() if job in drafts else job, n_tokens) for i, (job, n_tokens) in enumerate(plan)]
     chosen: list[list[Choice]] = [[] for _ in plan]
     following = {i: next_nodes(drafts[job]) for i, (job, _) in enumerate(plan) if job in drafts}
-    at, logits_SV = [-1] * len(plan), firsts  # The drafted token after which each job chooses now.
+    at, logits_SV = [-1] * len(plan), firsts  # `at` is the drafted token after which each job chooses.
     while going:
         picked = choose(logits_SV, [(job, n_tokens) for _, job, n_tokens in going])
         agreeing = []

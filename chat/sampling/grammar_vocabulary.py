@@ -43,7 +43,7 @@ def _rename(model: dict[str, Any], names: Mapping[str, str]) -> None:
         model["unk_token"] = names.get(unknown, unknown)
     if isinstance(merges := model.get("merges"), list):
         pairs = [merge.split(" ", 1) if isinstance(merge, str) else merge for merge in merges]
-        # A name is a part of a longer word only if another merge has made it.
+        # Words are made by merges. So a longer word can contain an added token's name only if a merge makes that name.
         if any(a + b in names for a, b in pairs):
             pairs = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
         model["merges"] = pairs

@@ -81,7 +81,8 @@ class Guesses:
         self._n_prompt = n_prompt
         self._own = NGrams(text) if looks_up else None
         self._prediction = NGrams(prediction) if prediction else None
-        self._copied: tuple[Sequence[int], int, int] | None = None  # The latest guess: source, start, length of text.
+        # These are the source and start of the latest guess, and the length that the text had then.
+        self._copied: tuple[Sequence[int], int, int] | None = None
 
     def next(self, n_tokens: int) -> Guess:
         """Return up to `n_tokens` tokens that may come next, or `NO_GUESS`."""
@@ -137,7 +138,7 @@ class Guesses:
         n_said = len(self._text) - self._n_prompt
         if n_said >= N_GRAM:
             return self._prediction.find(last)
-        # So early, assume that the reply begins as predicted.
+        # The reply is too short for n-grams, so assume that it begins as predicted.
         begins_so = self._text[self._n_prompt :] == list(self._prediction.text[:n_said])
         return [n_said] if begins_so else []
 

@@ -29,7 +29,7 @@ class Chosen:
 
 
 def with_logprobs(logits_SV: Tensor, token_ids: Sequence[int], n_top: Sequence[int]) -> list[Chosen]:
-    """Return each row's chosen token with its log probability, and with the `n_top[i]` likeliest tokens of row i."""
+    """Return the chosen token of each row, with its log probability and the row's `n_top` likeliest tokens."""
     logits_SV = logits_SV.detach().float()
     log_sums_S = _log_sum_exp(logits_SV)
     rows = range(len(token_ids))
@@ -43,7 +43,7 @@ def with_logprobs(logits_SV: Tensor, token_ids: Sequence[int], n_top: Sequence[i
 
 
 def _log_sum_exp(logits_SV: Tensor) -> Tensor:
-    """Return (S,) float64 logarithms of the sums of exponentials, without the overflow of large logits."""
+    """Return (S,) the logarithm of each row's sum of exponentials, in float64."""
     highest_S1 = logits_SV.amax(-1, keepdim=True)
     sums_S = (logits_SV - highest_S1).exp_().sum(-1)
     return highest_S1[:, 0].double() + sums_S.double().log()

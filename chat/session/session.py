@@ -106,8 +106,8 @@ class ChatSession:
         self._tree.add(self, None)
         self._is_closed = False
         self._answering = Lease()
-        self._generation: Generation | None = None  # The generation of the latest reply.
-        self._on_text: OnText | None = None  # The callback of the reply in progress.
+        self._generation: Generation | None = None  # This is the generation of the latest reply.
+        self._on_text: OnText | None = None  # This is the callback of the reply in progress.
         # This raises now if the template cannot be used at all.
         self._encode([*self._messages, Utterance("user", "?")])
 
@@ -201,7 +201,7 @@ class ChatSession:
         return undone
 
     def _give_back(self) -> None:
-        """Roll back the tokens after the messages, if that computes nothing.
+        """Roll back the tokens after the messages, if a rollback reaches that position.
 
         Otherwise the next call decides which tokens to reuse.
         """

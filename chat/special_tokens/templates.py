@@ -175,7 +175,7 @@ def find_turn_begin(tokenizer: Any) -> tuple[int, ...]:
         common = [ids[0] for ids in takewhile(lambda ids: len(set(ids)) == 1, zip(*begun, strict=False))]
         added = [i for i, token_id in enumerate(common) if token_id in tokenizer.added_tokens_decoder]
         if added[:2] == [0, 1] or (added[:1] == [0] and common[0] == find_turn_end(tokenizer)):
-            added = added[1:]  # The reply ends there.
+            added = added[1:]  # The first token ends the reply, so the turn begins later.
         return tuple(common[added[0] :]) if added else ()
     return ()
 

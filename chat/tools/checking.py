@@ -101,7 +101,7 @@ class CheckedReply:
     def __init__(self, check: CallCheck, habits: Habits, calls: CallFormat, *, is_thinking: bool) -> None:
         self._check = check
         self._reader = make_reader(habits, check.tools, calls, is_thinking=is_thinking)
-        self._calls = dict[int, list[str]]()  # The name and the arguments of each call that was not checked yet.
+        self._calls = dict[int, list[str]]()  # These are the name and the arguments of each unchecked call.
         self._is_constrained = False
 
     @property

@@ -154,7 +154,7 @@ class Patterns:
         frame = calls.frame
         mark, inner = re.escape(frame.mark), flexible(calls.inner_opening.strip())
         name = rf"([^\s<>\"'={{}}(),]+)\s*{flexible(calls.name_end.strip())}"
-        # A block was begun by its mark, which is not a part of its text. Or it begins after it.
+        # The text of a block may lack the mark, because the mark has begun the block.
         self.first = re.compile(rf"\s*(?:{mark})?\s*{inner}\s*{name}\s*")
         again = "" if frame.begin.strip() else f"{mark}\\s*" if not inner else f"(?:{mark}\\s*)?"
         self.next = re.compile(rf"\s*{again}{inner}\s*{name}\s*")

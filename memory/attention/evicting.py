@@ -313,7 +313,7 @@ class EvictingAttention(CannotDrop, TailTable[EvictingPlan]):
     def _folded_copy(self, copied: Copied, index: int, parts: Parts) -> FoldedRows | None:
         """Return one request's stored rows, which are not in a body, as if they were the only block.
 
-        While a step is planned, there are no parts yet.
+        While a step is planned, `parts` is empty, because the rows are not copied yet.
         """
         if self.storage is None or not copied.n_kept.any():
             return None

@@ -37,19 +37,19 @@ from hybridmem.memory.specs import AttentionSpec, IndexSpec
 
 
 class IndexKeys(AttentionCache):
-    """Keeps the keys of all indexes of a model that choose as many rows: a `memory.interface.LayerMemory`.
+    """Keeps the keys of all indexes of a model that choose the same number of rows: a `memory.interface.LayerMemory`.
 
     Args:
         specs: the specs of the indexes, in the order in which `choose_rows` numbers them.
     """
 
     def __init__(self, specs: list[IndexSpec], dtype: torch.dtype, grid: PageGrid, store: Store, name: str) -> None:
-        # To a cache of pages an index is attention that keeps keys alone.
+        # For a cache of pages, an index is an attention that keeps only keys.
         super().__init__(specs, dtype, grid, store, name=name)  # type: ignore[arg-type]
         self._n_chosen, self._span_tokens = specs[0].n_chosen, specs[0].span_tokens
 
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
-        """Return what the queries that choose read, if there are any: all keys of their requests."""
+        """Return what choosing queries read: all keys of their requests. It is nothing if no query chooses."""
         choosing = Choosing.of(packed, self._n_chosen, self._span_tokens)
         if not len(choosing.requests):
             return (), None
@@ -93,10 +93,10 @@ class IndexedAttention(AttentionCache):
         self._n_chosen, self._span_tokens = specs[0].n_chosen, specs[0].span_tokens
 
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
-        """Return what queries read that see few rows, and those that choose: a page for each piece that they read.
+        """Return what queries without a choice read, and what choosing queries read: a page for each of their pieces.
 
-        A piece is one row, or a part of a span. Where the pieces are is known when they are chosen. Until then, a page
-        is that of the request's first page.
+        A piece is one row, or a part of a span. The choice decides where the pieces are. Until then, each page has the
+        place of the request's first page.
         """
         choosing = Choosing.of(packed, self._n_chosen, self._span_tokens)
         if not len(choosing.requests):
@@ -118,7 +118,7 @@ class IndexedAttention(AttentionCache):
         self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring,
         chosen: ChosenRows,
     ) -> Tensor:  # fmt: skip
-        """Write the step's keys and values. Return what each token attends to of its rows: (T, H, D or value_dim)."""
+        """Write the step's keys and values. Return attention over the chosen rows: (T, H, D or value_dim)."""
         if scoring.bias_HL is not None:
             raise StepError("a bias by distance needs every row; leave it out where an index chooses rows")
         best, own = plan.reads[-1], (self._n_chosen, self._span_tokens)
@@ -137,12 +137,12 @@ class IndexedAttention(AttentionCache):
         )
 
     def _at(self, plan: AttentionPlan, index: int, best: Read, chosen_C: Tensor) -> PagedBatch:
-        """Return a batch with the place of each chosen piece, for each head of keys: they are a page's rows apart."""
+        """Return a batch with the place of each chosen piece for each head of keys. Heads are a page's rows apart."""
         n_heads, size = self.specs[index].kv_shape
         positions_P = chosen_C
         if best.pieces is not None:
             spans, offsets = best.pieces
-            # Rows behind the last whole span lie at their offsets, so the span that they have is at 0.
+            # Rows after the last whole span are given by their offsets alone, so 0 is added for their span.
             positions_P = offsets + F.pad(chosen_C * self._span_tokens, (0, 1))[spans]
         page_P = as_tensor(best.batch.pages) + positions_P // self.page_tokens
         rows_P = as_tensor(plan.batch.pages)[page_P] + positions_P % self.page_tokens * size

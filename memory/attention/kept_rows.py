@@ -58,7 +58,7 @@ class Rows:
         return Rows(parts, self.positions[:, start:end], self.scores[:, start:end])
 
     def fill_(self, rows: Rows) -> None:
-        """Overwrite these rows with as many other rows."""
+        """Overwrite these rows with the same number of other rows."""
         for own, other in zip(self.parts, rows.parts, strict=True):
             own.copy_(other)
         self.positions.copy_(rows.positions)

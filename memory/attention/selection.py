@@ -108,7 +108,7 @@ class Selection:
     def _exact_up_to(
         self, batch: PagedBatch, pages: Int64s, request: Int64s, tokens: Int64s, place: Place
     ) -> PagedBatch:
-        """Return the exact rows that each of these tokens, of these requests, sees."""
+        """Return a batch of the exact rows that each of these tokens sees. `request` has the request of each token."""
         lengths = batch.kv_lengths[request] - (batch.cu_seqlens[1:][request] - 1 - tokens)
         begins, n_pages = batch.cu_pages[:-1][request], ceil_div(lengths, batch.page_tokens)
         placed = place(pages[ranges(begins, begins + n_pages)])

@@ -1,7 +1,7 @@
 """Keeps one key of an index for each span of several tokens.
 
-The key of a span is written with its last token, so a page of keys fills by one row for every `span_tokens` tokens. The
-memory is therefore one of pages whose positions count spans: what is asked about tokens [a, b) is asked about spans
+The key of a span is written with its last token, so a page of keys fills by one row for every `span_tokens` tokens. So
+positions in this memory count spans: a question about tokens [a, b) becomes one about spans
 [a // span_tokens, b // span_tokens). A rollback into a span takes its key back. Making the key again needs what the
 model remembers of the tokens of an unfinished span, such as the window of a convolution.
 
@@ -49,12 +49,12 @@ class SpanPlan(AttentionPlan):
 
     @property
     def can_capture(self) -> bool:
-        # How many keys a step writes depends on positions.
+        # The number of keys that a step writes depends on positions, so kernels differ between steps.
         return False
 
 
 class SpanKeys(IndexKeys):
-    """Keeps the keys of all indexes of a model that choose as many spans: a `memory.interface.LayerMemory`.
+    """Keeps the keys of all indexes of a model that choose the same number of spans: a `memory.interface.LayerMemory`.
 
     Arguments are those of `IndexKeys`. A page of `grid` has `page_tokens` keys.
     """
@@ -99,7 +99,7 @@ class SpanKeys(IndexKeys):
         return (), None  # Requests that complete no span choose as well: see `_keys_read`.
 
     def _keys_read(self, packed: Packed, tables: list[Int64s]) -> tuple[Read, ...]:
-        """Return what the queries that choose read, if there are any: all keys of their requests."""
+        """Return what choosing queries read: all keys of their requests. It is nothing if no query chooses."""
         choosing = Choosing.of(packed, self._n_chosen, self._span_tokens)
         if not len(choosing.requests):
             return ()
@@ -122,7 +122,7 @@ class SpanKeys(IndexKeys):
         assert isinstance(plan, SpanPlan)
         super().commit(plan, (plan.starts + kept[plan.requests]) // self._span_tokens - plan.packed.starts)
 
-    # What is asked about tokens is asked about spans
+    # Questions about tokens become questions about spans
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
         starts, ends, peaks = (at // self._span_tokens for at in (stretch.starts, stretch.ends, stretch.peaks))

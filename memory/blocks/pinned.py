@@ -74,7 +74,7 @@ class _Pinned:
 
 
 def _unpin(host: Tensor, index: int, process: int) -> None:
-    if os.getpid() != process:  # CUDA does not work in a forked child
+    if os.getpid() != process:  # CUDA does not work in a forked child.
         return
     torch.cuda.synchronize(index)  # Kernels may still read the bytes.
     _cudart().cudaHostUnregister(host.data_ptr())

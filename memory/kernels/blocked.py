@@ -69,7 +69,7 @@ def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Sco
 
 
 def _start(sinks_H: Tensor | None, mixed_HTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the highest score and the sum of weights before any row: those of no row, or of each head's sink."""
+    """Return the highest score and the sum of weights with which a softmax starts: those of sinks, if there are any."""
     highest_HT1 = mixed_HTD.new_full((*mixed_HTD.shape[:2], 1), -torch.inf)
     if sinks_H is not None:
         highest_HT1 = highest_HT1.maximum(torch.as_tensor(sinks_H).float()[:, None, None])

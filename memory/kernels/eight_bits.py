@@ -73,7 +73,7 @@ def _to_int8(x: Tensor, chance: Tensor) -> Tensor:
 
 
 def _to_float8(x: Tensor, chance: Tensor) -> Tensor:
-    """Round to float8: below 2**-6 steps are equal, above, the 20 lowest bits of a float32 are what is rounded away."""
+    """Round to float8. Below 2**-6 all steps are equal; above, the 20 lowest bits of a float32 are rounded away."""
     size = x.abs()
     large = ((size.view(torch.int32) + (chance >> 12).int()) >> 20) - (120 << 3)
     small = (size * 512 + (chance >> 8) * 2.0**-24).floor().int()
@@ -82,7 +82,7 @@ def _to_float8(x: Tensor, chance: Tensor) -> Tensor:
 
 
 def _chances(n_rows: int, n_columns: int, position: int, device: torch.device) -> Tensor:
-    """Return 32 bits for each number of a state at a position: (rows, N) int64."""
+    """Return 32 random bits, by which each number of a state is rounded at this position: (rows, N) int64."""
     x = (torch.arange(n_rows, device=device) * MIX_ROW + position * MIX_POSITION) & _32_BITS
     for shift, factor in ((16, MIX_FIRST), (15, MIX_SECOND)):
         x = ((x ^ (x >> shift)) * factor) & _32_BITS

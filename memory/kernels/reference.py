@@ -342,7 +342,7 @@ def matrix_scan(
                 _write_state_(state, i, s_HVN)
             if t >= start:
                 update = _update(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
-                if tail is not None:  # The ring holds the update in its own dtype, so add it as rounded.
+                if tail is not None:  # The update is added as the ring stores it, rounded to its dtype.
                     update = tuple(x.to(flat.dtype) for x, flat in zip(update, tail.flats, strict=True))
                 updates.append(update)
             s_HVN = _updated(s_HVN, *updates[t - first])

@@ -1,4 +1,4 @@
-"""Functions of torch that give a row the same bits in any batch, for models whose logits must be reproducible.
+"""Defines functions of torch that give a row the same bits in any batch, for models with reproducible logits.
 
 Torch computes most numbers of a tensor in vectors, and the last few, which do not fill one, by other code. Several
 threads have such remainders in the middle of a tensor. So sigmoid, silu, gelu and softplus of a number may have other
@@ -79,7 +79,7 @@ def multiply_by_row(x_THN: Tensor, weight_HNL: Tensor, bias_HL: Tensor | None = 
 
 
 class RowProduct:
-    """Computes x W^T, (T, L) of x (T, N), for a small weight (L, N) whose product torch computes otherwise.
+    """Computes x W^T, (T, L) of x (T, N), for a small weight (L, N).
 
     If that is wanted while it is made, a row's bits do not depend on other rows.
     """

@@ -70,7 +70,7 @@ class TokenLists:
 
 
 def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
-    """Return the sequences, and the tokens of each, which are not checked yet.
+    """Return the sequences, and the unchecked tokens of each.
 
     Raises BatchError if there are no requests, if an element is no request, or if a sequence occurs twice.
     """
@@ -102,7 +102,7 @@ def read_tokens(
     """Read and check the token ids of each request.
 
     Raises BatchError, which names the request and the value, if there are no tokens, or if one is no integer with 0 <=
-    id < vocab_size, and stands for no row that `soft` has.
+    id < vocab_size, and is no soft token of `soft` either.
     """
     # In a decode step, the tokens of all requests are checked at once.
     if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:

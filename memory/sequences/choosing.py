@@ -32,7 +32,7 @@ class ChosenRows:
 
 @dataclass(frozen=True)
 class Choosing:
-    """Divides the requests of a step into those that have more rows than a query reads, and the others.
+    """Divides the requests of a step into those with more rows than a query reads, and the others.
 
     Attributes:
         requests, tokens: the numbers of the first, and the packed numbers of their tokens.
@@ -83,7 +83,7 @@ class Spread(NamedTuple):
 
     @staticmethod
     def of(choosing: Choosing, span_tokens: int, page_tokens: int) -> Spread:
-        """Divide the rows that queries read: spans, and what is behind the last whole span before each query."""
+        """Divide the rows that queries read: whole spans, and the rows between the last whole span and each query."""
         unit = math.gcd(span_tokens, page_tokens)
         n_rest, n_whole = choosing.ends % span_tokens, choosing.n_keys * (span_tokens // unit)
         n_pieces = n_whole + ceil_div(n_rest, unit)

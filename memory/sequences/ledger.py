@@ -46,7 +46,7 @@ class Ledger:
         self.handles: dict[int, Sequence] = {}
         self._owner = weakref.ref(owner)
         self._buffers: dict[int, TokenBuffer] = {}  # Maps a slot to the buffer of its tokens, once it has any.
-        self._writable = np.zeros(16, np.int64)  # Slots may write into buffers up to here; 0: not known.
+        self._writable = np.zeros(16, np.int64)  # Slots may write into buffers up to these positions. 0: not known.
         self._reserved: dict[int, Int64s] = {}  # Maps a slot to a larger array, for the tokens of an open step.
         self._is_checkpoint = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
@@ -55,7 +55,7 @@ class Ledger:
         self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # Maps a slot to what `drops` returns.
         self.n_drops = 0
         self._swapped: dict[int, tuple[int, int]] = {}  # Maps a slot that is swapped out to its horizon and its bytes.
-        self._found_usable: list[tuple[list[Sequence], Int64s]] = []  # Each change makes a new list.
+        self._found_usable: list[tuple[list[Sequence], Int64s]] = []  # Each change replaces the list.
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
         """Open an empty sequence in a free slot. All sequences forked from the same one have the same `lineage`."""

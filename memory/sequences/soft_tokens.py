@@ -110,7 +110,7 @@ class SoftTokens:
         return _empty, (self.placeholder_id, self.n_axes, self.kept_bytes)  # type: ignore[return-value]
 
     def find(self, digest: bytes) -> Passage | None:
-        """Return the passage of a digest, or None if its rows are here no more."""
+        """Return the passage of a digest, or None if its rows are no longer held."""
         with self._lock:
             passage = self._living.get(digest)
             if passage is not None:
@@ -160,7 +160,7 @@ class SoftTokens:
         return passage
 
     def _offsets(self, n_rows: int, positions: ArrayLike | None, n_positions: int) -> tuple[Int64s | None, int]:
-        """Return a passage's offsets, and by how many positions it moves text back."""
+        """Return a passage's offsets, and the number of positions by which it moves later text back."""
         if positions is None:
             if self.n_axes > 1:
                 raise SpecError(f"positions=None; give ({self.n_axes}, {n_rows}) of them")
@@ -176,7 +176,7 @@ class SoftTokens:
         return given - np.arange(n_rows), n_rows - n_positions
 
     def _keep(self, passage: Passage) -> None:
-        """Note that a passage is used, and let go of those that were not for the longest time. The lock is held."""
+        """Note that a passage is used, and drop the least recently used ones. The caller holds the lock."""
         if self._recent.pop(passage.digest, None) is None:
             self._recent_bytes += passage.rows.nbytes
         self._recent[passage.digest] = passage
@@ -191,12 +191,12 @@ class SoftTokens:
         return tuple(dict.fromkeys(run.passage for run in self.runs(soft)))
 
     def known(self, token_ids: Iterable[Int64s]) -> list[Passage]:
-        """Return the passages of these arrays of ids whose rows are here, each once."""
+        """Return the passages of these arrays of ids whose rows are still held, each once."""
         found = (self._by_id.get(id) for ids in token_ids for id in ids[ids >= FIRST_SOFT_ID].tolist())
         return list(dict.fromkeys(passage for passage in found if passage is not None))
 
     def runs(self, token_ids: Int64s) -> Iterator[Run]:
-        """Generate the runs of soft tokens (T,), in order. Raises BatchError if the rows of one are here no more."""
+        """Generate the runs of soft tokens (T,), in order. Raises BatchError if the rows of one are no longer held."""
         at = (token_ids >= FIRST_SOFT_ID).nonzero()[0]
         i = 0
         while i < len(at):
@@ -216,12 +216,12 @@ class SoftTokens:
 
 
 def positions_back(token_ids: Int64s) -> Int64s:
-    """Return (T,) by how many positions each of these tokens moves text behind it back."""
+    """Return (T,) the number of positions by which each of these tokens moves later text back."""
     return np.where(token_ids >= FIRST_SOFT_ID, token_ids & (MOST_ROWS - 1), 0)
 
 
 def rotary_positions(packed: Packed, backs: Int64s, runs: list[Run], n_axes: int) -> Int64s:
-    """Return what the tokens of a step are rotated by: (T,), or (axes, T) with pictures, whose rows have several.
+    """Return the positions by which a step's tokens are rotated: (T,), or (axes, T) if pictures have several axes.
 
     Text behind a picture goes on from the greatest position of its rows, however many rows there are.
 
@@ -243,7 +243,7 @@ def rotary_positions(packed: Packed, backs: Int64s, runs: list[Run], n_axes: int
 
 
 def kept_back(packed: Packed, kept: Int64s) -> Int64s:
-    """Return (S,) by how many positions the first kept[i] tokens of each request move text behind them back."""
+    """Return (S,) the number of positions by which the first kept[i] tokens of each request move later text back."""
     if not has_soft(packed.token_ids):
         return packed.nothing
     before = starts_of(positions_back(packed.token_ids))
@@ -281,7 +281,7 @@ def is_soft(token_id: int) -> bool:
 
 
 def passages_in(token_ids: Seq[int]) -> Iterator[tuple[int, int, int]]:
-    """Generate where passages that move text back start and end, and how many positions each takes, in order."""
+    """Yield (start, end, positions) of each passage that moves later text back, in order."""
     start = None
     for i, token in enumerate(token_ids):
         if token < FIRST_SOFT_ID:

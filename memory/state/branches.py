@@ -90,7 +90,7 @@ class BranchReader:
         self._slot_bytes = max(layout.block_bytes for layout in self._layouts)
 
     def plan(self, step: TailStep, paths: Paths) -> BranchReads:
-        """Find what is read of trees.
+        """Find the states and rows that a step reads for its trees.
 
         Args:
             step: the requests that have trees. Where recurrences read behind a tail, `after` has tails of their own.

@@ -152,7 +152,7 @@ class HeadReader:
 
 @dataclass(eq=False)
 class TailReads:
-    """Holds what a step reads and writes where each request's new rows are one segment, after its tail.
+    """Holds what a step reads and writes if each request's new rows are one segment, after its tail.
 
     Attributes:
         sources, targets: element size in bytes -> (S,) element offsets of the tail blocks that are read and written.
@@ -199,7 +199,7 @@ class TailReader:
 
     @staticmethod
     def _rings_of(spec: RecurrentSpec, flats: list[Prepared]) -> list[tuple[Prepared, ...]]:
-        """Return for each state tensor the rings that a kernel reads with it: its own ones, or that of the rows."""
+        """Return the rings that a kernel reads with each state tensor: the tensor's own, or the ring of the rows."""
         has_rows = spec.has_rows(deferred=True)
         rows, parts = tuple(flats[:has_rows]), iter(flats[has_rows:])
         return [tuple(next(parts) for _ in state.ring or ()) or rows for state in spec.states]

@@ -84,7 +84,7 @@ class RangesChecksum:
         self._digest.update(f"{name} {start} {end} ".encode())
 
     def update(self, rows: Tensor) -> None:
-        """Add the next rows of the range."""
+        """Add the next rows of the range to the checksum."""
         if len(rows):
             self._digest.update(bytes_of(rows))
 

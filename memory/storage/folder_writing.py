@@ -79,7 +79,7 @@ class FolderWriting:
         self._keys: list[dict[str, Int64s]] = []
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         self._there = set(list_names(place))
-        self._checkpoints: list[Sequence] = []  # The checkpoint of each entry.
+        self._checkpoints: list[Sequence] = []  # These are the checkpoints of the entries.
         self._numbers: list[int] = []  # Maps each given entry to the number of its written entry, or -1.
         # These entries were copied, but are not written yet.
         self._copied: list[tuple[int, dict[str, Bools], dict[str, Tensor]]] = []

@@ -21,7 +21,7 @@ from uuid import uuid4
 
 try:
     import fcntl
-except ImportError:  # Windows
+except ImportError:  # Windows does not have this module.
     fcntl = None  # type: ignore[assignment]
 
 _c_library = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

@@ -150,7 +150,7 @@ def _read_at(descriptor: int, part: memoryview, begin: int) -> int:
     """Read bytes of a file from `begin` on into a part of an array. Return how many bytes were read."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [part], begin)
-    with _reading:  # Windows has no such call: threads take turns at the one position of the file
+    with _reading:  # Windows has no such call: threads take turns at the one position of the file.
         os.lseek(descriptor, begin, os.SEEK_SET)
         found = os.read(descriptor, len(part))
         part[: len(found)] = found

@@ -117,7 +117,7 @@ def _choice(choice: Any) -> Any:
 def _value(value: Any) -> Any:
     if isinstance(value, Enum):
         return f"{_qualified(type(value))}.{value.name}"
-    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # Python has no longdouble
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # Python has no longdouble.
         return _value(value.item())
     if value is None or isinstance(value, bool | int | float | str):
         return value

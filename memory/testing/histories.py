@@ -25,7 +25,7 @@ Parts = tuple[Fed, ...]
 def head(parts: Parts, to: int) -> Parts:
     """Return the first `to` tokens, cut as they were.
 
-    The remaining part of a step that is taken back in part is a step.
+    If only a part of a step remains, the rest of it counts as taken back.
     """
     found, start = list[Fed](), 0
     for part in parts:

@@ -75,7 +75,7 @@ class Draw:
         return Step(((name, self.tokens(n_tokens)),))
 
     def tree(self, name: str) -> Branch:
-        """Feed a tree of some tokens, of which one path is kept, from its beginning on."""
+        """Feed a tree of some tokens, and keep one path, which begins at the root and may end before a leaf."""
         n, r = self.random.randint(2, 12), self.random
         parents = tuple(r.randint(-1, i - 1) if r.random() < 0.4 else i - 1 for i in range(n))
         path = tuple[int, ...]()

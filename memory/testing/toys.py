@@ -60,8 +60,7 @@ def delta(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], T
 class FamilyToy:
     """Is a model around one recurrence.
 
-    Its rows, between -1 and 1, are computed from the tokens and from a mix, without a convolution, of the outputs
-    before.
+    Its rows, between -1 and 1, are computed from the tokens and from a mix of earlier outputs, without convolution.
     """
 
     def __init__(self, family: Family, device: torch.device = HOST) -> None:

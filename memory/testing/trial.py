@@ -425,7 +425,7 @@ class Trial:
         allowed = 0.0 if is_exact else agreement.rounding * spread
         if worst > allowed:
             raise BrokenPromiseError(
-                f"outputs are off by {worst / spread:.2g} of their spread from recomputed ones", row.at
+                f"outputs differ from recomputed ones by {worst / spread:.2g} of their spread", row.at
             )
 
 

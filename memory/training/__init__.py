@@ -1,6 +1,6 @@
 """Trains models on texts of any length: activations of one chunk at a time, and gradients through the memory.
 
-`docs/how-to/training.md` shows how to use it. Inference imports nothing of this room.
+`docs/how-to/training.md` shows how to use it. Inference imports nothing from this package.
 """
 
 from hybridmem.memory.training.chunk import Head, logprobs_of

@@ -172,7 +172,7 @@ class _Blocks:
         return distances
 
     def scores(self, own: slice, begin: int, k_GRD: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return scores (H, queries, rows), and by what a cap multiplies their gradients."""
+        """Return scores (H, queries, rows), and the factors by which a cap changes their gradients."""
         scoring, slopes, n_rows = self.scoring, None, k_GRD.shape[1]
         scores = self.over_groups(self.q[own].transpose(0, 1), k_GRD.transpose(1, 2)).mul_(scoring.scale)
         if scoring.softcap is not None:
@@ -197,7 +197,7 @@ class _Blocks:
         return scores, slopes
 
     def over_groups(self, x_HTA: Tensor, y_GAB: Tensor) -> Tensor:
-        """Return x @ y (H, T, B), where the heads of a group share y."""
+        """Return x @ y (H, T, B), where all heads of a group share one y."""
         n_heads, n_queries = x_HTA.shape[:2]
         return (x_HTA.reshape(len(y_GAB), -1, x_HTA.shape[2]) @ y_GAB).view(n_heads, n_queries, -1)
 

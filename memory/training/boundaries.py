@@ -1,4 +1,4 @@
-"""Decides where what chunks leave behind waits for backward: on the device, in host memory, or in files.
+"""Decides where rows and states of chunks are kept until backward: on the device, in host memory, or in files.
 
 Of what the budgets allow, the cheapest is done. Staying on the device costs nothing. Rows and states in host memory or
 in files are copied block by block as they are read. States may also be left out, because forward can compute them again
@@ -22,7 +22,7 @@ Where = Literal["device", "host", "files"]
 
 
 class HasStates(Protocol):
-    """Declares what is asked of a piece whose states may be left out."""
+    """Declares what `Boundaries` reads and calls of a piece whose states may be left out."""
 
     @property
     def state_bytes(self) -> int: ...
@@ -30,7 +30,7 @@ class HasStates(Protocol):
 
 
 class Held:
-    """Counts the bytes that one piece holds in each place. They count no more once the piece is gone."""
+    """Counts the bytes that one piece holds in each place. The bytes are no longer counted once the piece is gone."""
 
     def __init__(self, boundaries: Boundaries, piece: object) -> None:
         self._counts: dict[Where, int] = {}
@@ -96,7 +96,7 @@ class Boundaries:
         return [self.keep(tensor, held) for tensor in states]
 
     def _thin_out(self) -> bool:
-        """Leave out the states of every second piece that has some, so that those left are evenly spaced."""
+        """Leave out the states of every second piece that still has states, so that the rest is evenly spaced."""
         alive = [(ref, piece) for ref in self._pieces if (piece := ref()) is not None and piece.state_bytes]
         # The newest states are those that the next chunk begins with.
         for _, piece in alive[1:-1:2]:

@@ -1,4 +1,4 @@
-"""Computes one chunk: forward without activations, and backward from what was before it."""
+"""Computes one chunk: forward without keeping activations, and backward from the rows and states before it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def logprobs_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def no_values(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return nothing. Rows for which this is the head are not selected at all."""
+    """Return zeros. If this is the head, the model computes no logits for it."""
     return logits.new_zeros(len(targets))
 
 
@@ -52,7 +52,7 @@ class Chunk:
             first += len(piece.tokens)
             ends += [first - 1] if is_wanted else []
         self._n_values, self._n_ends = len(values), len(ends)
-        # A model that is asked for no row at all cannot norm it.
+        # Norms cannot take zero rows, so at least one row is selected.
         self._select = torch.tensor([*values, *ends] or [first - 1], device=self.device)
         self._is_released = False
         for piece in pieces:
@@ -79,14 +79,14 @@ class Chunk:
         return Before(self.parents(), self.device, wants_gradients=wants_gradients)
 
     def compute_states(self) -> None:
-        """Compute states again that were left out. They stay until the pieces' own backward."""
+        """Compute again the states that were left out. They are kept until the pieces' own backward."""
         with torch.no_grad():
             step, *_ = self._run(self._before(wants_gradients=False))
         for i, piece in enumerate(self._pieces):
             piece.states = {place: [x[i].clone() for x in states] for place, states in step.states.items()}
 
     def backward(self, dvalues: Tensor | None, dlast_logits: Tensor | None) -> None:
-        """Compute the chunk again, and add gradients to weights, and to what was before the chunk."""
+        """Compute the chunk again. Add gradients to weights, and to the rows and states before the chunk."""
         if self._is_released:
             raise gone_through()
         self._is_released = True
@@ -96,7 +96,7 @@ class Chunk:
         found = [(values, dvalues), (last_logits, dlast_logits), *self._later(step)]
         wanted = [(out, grad.to(out.dtype)) for out, grad in found if grad is not None and out.requires_grad]
         if wanted:
-            # What makes the model's weights from its parameters serves other chunks too, so it is retained.
+            # All chunks share the graph that makes weights from parameters, so it is retained.
             outputs, gradients = zip(*wanted, strict=True)
             torch.autograd.backward(outputs, gradients, retain_graph=True)
             before.hand_back()
@@ -130,7 +130,7 @@ class Chunk:
 
 
 class Record(torch.autograd.Function):
-    """Records a chunk for autograd. Its inputs are the chunks before it, so that these go back after it.
+    """Records a chunk for autograd. Its inputs are the chunks before it, so that their backward runs after its own.
 
     Outputs are a number that stands for the chunk, the values, and the logits of last rows.
     """
@@ -145,6 +145,6 @@ class Record(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         _, dvalues, dlast_logits = grads
         ctx.chunk.backward(dvalues, dlast_logits)
-        # Nobody reads these gradients; the engine goes on to the chunks before because there are any.
+        # Nobody reads these gradients. Without any, autograd would not go on to the chunks before.
         zero = torch.zeros((), device=ctx.chunk.device)
         return None, *[zero] * (len(ctx.needs_input_grad) - 1)

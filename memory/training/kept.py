@@ -28,7 +28,7 @@ class Kept(NamedTuple):
     Attributes:
         at: the fold point.
         positions: (G, n) int64, ascending.
-        scores: (G, n) float32, what the policy thinks of them.
+        scores: (G, n) float32, which the policy has given them.
     """
 
     at: int

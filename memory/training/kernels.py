@@ -35,7 +35,7 @@ _NEVER = -1e30
 
 @dataclass
 class Slot:
-    """Holds one state tensor of S segments: what it is before them, (S, *shape), and what a kernel leaves behind."""
+    """Holds one state tensor of S segments: its value before them, (S, *shape), and its value after a kernel."""
 
     segments: Segments
     before: Tensor

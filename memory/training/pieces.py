@@ -19,7 +19,7 @@ Place = tuple[int, str]
 
 
 class Chunk(Protocol):
-    """Declares what a piece asks of the chunk in which it was computed."""
+    """Declares what a piece calls of the chunk in which it was computed."""
 
     def compute_states(self) -> None: ...
     def parents(self) -> list[Piece | None]: ...
@@ -120,7 +120,7 @@ class Piece:
         return self.states[place]
 
     def own_row_grads(self, place: Place) -> tuple[Tensor, ...]:
-        """Return the gradients of rows, which are zero at first. They are float32 at least, as sums of many."""
+        """Return the gradients of rows, zero at first. They are at least float32, because many numbers are summed."""
         if place not in self.row_grads:
             self.row_grads[place] = tuple(
                 self._boundaries.zeros_like(x, torch.promote_types(x.dtype, torch.float32), self._of_rows)
@@ -160,7 +160,7 @@ class _Gathered(NamedTuple):
 
 
 class Before:
-    """Gives the pieces of a step what was before them, and takes back the gradients of that.
+    """Gives the pieces of a step the rows and states before them, and takes their gradients back.
 
     Args:
         parents: for each piece of the step, the piece before it.
@@ -223,7 +223,7 @@ class Before:
         return parts, grads
 
     def unfolded(self, i: int, place: Place, since: int) -> list[tuple[Tensor, ...]]:
-        """Return the rows at `since` or later before piece i of the step, oldest first: what pieces keep of them."""
+        """Return the rows at positions `since` or later, before piece i of the step, oldest first."""
         parent, found = self._parents[i], []
         for piece in [] if parent is None else parent.path(since):
             queries = piece.queries.get(place)
@@ -249,7 +249,7 @@ class Before:
         return leaves
 
     def hand_back(self) -> None:
-        """Add the gradients of states and gathered rows to their pieces. Those of other rows are there already."""
+        """Add the gradients of states and gathered rows to their pieces. Those of other rows were added in place."""
         for piece, place, rows, heads, places, grads in self._gathered:
             for total, grad in zip(piece.own_row_grads(place), grads, strict=True):
                 total.index_put_((rows, heads), grad[places, heads].to(total.device), accumulate=True)

@@ -89,7 +89,7 @@ def _block(
     once, as the solution of a triangular system (Yang et al. 2024, "Parallelizing Linear Transformers with the Delta
     Rule", eq. 8 to 11).
     """
-    # Differences of sums of logarithms are what counts, and they are small numbers: float32 would lose their digits.
+    # Only small differences of these large sums matter, and float32 would lose the digits of the differences.
     sums = log_decay.double().cumsum(2)
     up_to = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
     written = v if strength is None else v * strength

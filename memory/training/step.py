@@ -22,7 +22,7 @@ from hybridmem.memory.training.segments import Segments
 
 
 class TrainingStates:
-    """Stands in for `memory.States`: the start states of S segments, and what a recurrence leaves behind.
+    """Stands in for `memory.States`: the start states of S segments, and the end states of a recurrence.
 
     Attributes:
         sources: for each state, (S,) of which -1 says that the segment begins its sequence.
@@ -154,7 +154,7 @@ class TrainingStep:
     ) -> ChosenRows:
         """Choose rows as `Step.choose` does; which rows were chosen has no gradient.
 
-        The chosen rows are told by a mask (queries, rows) of each piece.
+        The result has a mask (queries, rows) of the chosen rows for each piece.
         """
         place, spec = self._claim(layer, name, IndexSpec)
         scale = q.shape[-1] ** -0.5 if scale is None else scale

@@ -27,7 +27,7 @@ from hybridmem.memory.training.pieces import Piece
 
 
 class _Link(NamedTuple):
-    """Joins a piece to the tensor by which autograd knows its chunk, and to the link before it."""
+    """Joins a piece with the tensor that stands for its chunk in autograd, and with the link before it."""
 
     piece: Piece
     done: Tensor
@@ -113,7 +113,7 @@ class Tape:
         return dict(self._boundaries.used) | {"computed again": self._boundaries.n_computed_again}
 
     def fork(self, branch: Branch) -> Branch:
-        """Return a text that goes on from where another one is. Gradients of both meet in what they share."""
+        """Return a text that continues from the end of another one. Gradients of both meet in the part that they share."""
         self._check_own(branch)
         twin = Branch(self)
         twin._link, twin._pending, twin.last_logits = branch._link, list(branch._pending), branch.last_logits
@@ -122,7 +122,7 @@ class Tape:
     def rollback(self, branch: Branch, *, to: int) -> None:
         """Shorten a text to `to` tokens. A loss of dropped tokens keeps its gradients.
 
-        Cost: none now. Tokens of the chunk in which `to` lies are computed again together with the next ones.
+        It computes nothing now. Tokens of the chunk in which `to` lies are computed again together with the next ones.
         """
         self._check_own(branch)
         if not is_integer(to, 0) or to > branch.length:
@@ -140,7 +140,7 @@ class Tape:
         branch._link, branch._pending, branch.last_logits = link, tokens[start:to], None
 
     def feed(self, requests: Mapping[Branch, Sequence[int]]) -> None:
-        """Feed tokens to texts, as `run` does, without values for them: only what comes later has a loss."""
+        """Feed tokens to texts, as `run` does, but compute no values for them: only later tokens have a loss."""
         self.run(requests, head=no_values)
 
     def run(self, requests: Mapping[Branch, Sequence[int]], *, head: Head = logprobs_of) -> dict[Branch, Tensor]:
@@ -178,9 +178,9 @@ class Tape:
         return {text.branch: torch.cat(text.values) for text in texts}
 
     def _n_next(self, text: _Text, room: int) -> int:
-        """Return how many tokens of a text the next chunk takes, if it has room for so many.
+        """Return how many tokens of a text the next chunk takes, if it has room for that many.
 
-        With a policy, the rows that a token reads depend on where its chunk begins. So company must not move the cuts.
+        With a policy, the rows that a token reads depend on where its chunk begins. So other texts must not move cuts.
         """
         if not self._has_policies:
             return min(room, text.n_left)
@@ -263,7 +263,7 @@ class _Text:
 
     @property
     def n_pending(self) -> int:
-        """Return how many of the next tokens were there before this call, and are computed again."""
+        """Return how many of the next tokens were computed before this call, and are computed again."""
         return max(0, len(self.branch._pending) - self._at)
 
     def cut(self, n_tokens: int, device: torch.device, boundaries: Boundaries) -> _Part:
@@ -282,7 +282,7 @@ class _Text:
 
 
 def _check_spec(spec: MemorySpec) -> None:
-    """Raise SpecError for memories through which no gradients go here."""
+    """Raise SpecError for memories through which a tape computes no gradients."""
     for layer, memories in enumerate(spec.layers):
         for memory in memories:
             if isinstance(memory, CrossAttentionSpec):

@@ -81,7 +81,7 @@ class TreeAttention:
     def attend(
         self, plan: TreeAttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Write the step's keys and values. Return what each token attends to: (T, H, D or value_dim)."""
+        """Write the step's keys and values. Return each token's attention: (T, H, D or value_dim)."""
         cache = self._cache
         cache.write(plan, index, q_THD, k_TGD, v_TGD)
         own = plan.nodes.tokens

@@ -94,7 +94,7 @@ class TreeMemories:
                 "rows before it; leave parents= out, and feed one path of the tree"
             )
         self._branching: dict[str, Any] = found
-        # A place that has two keys is one place.
+        # One place may have several keys. It gets one object for all of them.
         own = {place: _at(place, found[place.group]) for place in places.values()}
         self.places: Places = {key: own[place] for key, place in places.items()}
 
@@ -112,12 +112,12 @@ class TreeMemories:
         return plans
 
     def give_back(self, plans: Plans) -> None:
-        """Release the blocks that were allocated because any path might be accepted. The plans can be aborted."""
+        """Release the blocks that were allocated because any path might be accepted. The plans can still be aborted."""
         for name, plan in plans.items():
             self._branching[name].give_back(plan)
 
     def settle(self, plans: Plans, accepted: Packed) -> None:
-        """Replace plans by those of a step that has only the accepted tokens. After an error they can be aborted."""
+        """Replace plans by those of a step with only the accepted tokens. After an error they can still be aborted."""
         for name in plans:
             plans[name] = self._branching[name].settle(plans[name], accepted)
 
@@ -132,7 +132,7 @@ class TreeMemories:
 
 
 def _branching(name: str, memory: Any) -> Branching | None:
-    """Return what takes the steps of a layer memory over trees, or None if it cannot."""
+    """Return the object that takes a layer memory's steps over trees, or None if the layer memory cannot take any."""
     if isinstance(memory, RecurrentState):
         return TreeRecurrence(memory)
     if isinstance(memory, HostedAttention):
@@ -144,7 +144,7 @@ def _branching(name: str, memory: Any) -> Branching | None:
 
 
 def _all_rows(memory: Any) -> AttentionCache | None:
-    """Return an attention cache whose queries read all rows, which those of its subclasses do not; else None."""
+    """Return the attention cache if its queries read all rows; None for its subclasses, whose queries do not."""
     return memory if type(memory) is AttentionCache and not memory.selects else None
 
 

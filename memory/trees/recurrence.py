@@ -136,7 +136,7 @@ class TreeRecurrence:
         plan.branches.scratch.clear()
 
     def scratch_bytes(self, plan: TreeRecurrentPlan) -> int:
-        """Return the bytes of the rows that wait for acceptance, and of the states that a layer needs meanwhile."""
+        """Return the bytes of rows that wait until a path is accepted, and of states that a layer needs meanwhile."""
         return sum(own.nbytes for own in (*plan.held.values(), *plan.branches.scratch))
 
 

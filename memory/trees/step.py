@@ -1,4 +1,4 @@
-"""Defines the step over trees of draft tokens: each sequence has one, or a chain as in any step."""
+"""Defines the step over trees of draft tokens. Each sequence has a tree, or a chain of tokens as in any step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TreeStep(Step):
 
     @property
     def _memories(self) -> TreeMemories:
-        """Return what takes the steps of the layer memories. See `Step._places` for why it is not held."""
+        """Return the object that takes the steps of all layer memories. See `Step._places` for why it is not held."""
         memories: TreeMemories = self.owner.trees
         return memories
 

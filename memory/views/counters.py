@@ -205,7 +205,7 @@ class Counters:
         return self._need(n_tokens, n_held, max_tokens, on_grid=self._memory.room.on_grid).total_bytes
 
     def require_possible(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> None:
-        """Raise CapacityError if the whole budget is too small for a sequence of so many tokens.
+        """Raise CapacityError if the whole budget is too small for a sequence of this many tokens.
 
         The check assumes that steps may be cut anywhere. Any thread may call it.
         """

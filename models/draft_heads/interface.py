@@ -34,7 +34,7 @@ class DraftHead(Protocol):
     after: tuple[int, ...]
 
     def read(self, rows_TR: Tensor) -> Tensor:
-        """Return what the head takes of the model's rows.
+        """Return the part of the model's rows that the head reads.
 
         Args:
             rows_TR: (T, (len(after) + 1) * M) rows of `Decoder.hidden_rows`.

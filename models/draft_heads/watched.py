@@ -9,7 +9,7 @@ from hybridmem.models.layers.decoder import Decoder, on_step
 
 
 class HiddenRows:
-    """Computes what a draft head reads of a model: `rows_TR = hidden_rows(step)`, in the step's own order.
+    """Computes the rows of a model that a draft head reads: `rows_TR = hidden_rows(step)`, in the step's own order.
 
     It can be recorded and replayed as the model can. `Decoder.vocabulary` makes logits from the last M columns.
 

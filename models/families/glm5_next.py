@@ -155,7 +155,7 @@ def _has_index(config: Any, i: int) -> bool:
     kind = config.indexer_types[i]
     if kind not in ("full", "shared"):
         raise UnsupportedModelError(f"indexer_types[{i}]={kind!r}; implemented are full and shared")
-    # What a layer has chosen does not reach further in transformers either.
+    # In transformers, too, only the next layer can read the rows that a layer has chosen.
     may_share = i > 0 and config.layer_types[i - 1] == "indexed_attention" and config.indexer_types[i - 1] == "full"
     if kind == "shared" and not may_share:
         raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Implements Inkling 2 (Thinking Machines 2026): as Inkling, and the parts of a layer read earlier blocks of layers.
+"""Implements Inkling 2 (Thinking Machines 2026): like Inkling, but parts of a layer also read earlier blocks of layers.
 
 The input of each part is a mixture of what each block of layers has left of the same token. In layers that attend to
 all tokens, keys and values have mixtures of their own, and each token computes the taps of their convolutions. Each
@@ -68,11 +68,11 @@ class Inkling2(Decoder):
 
 @dataclass(frozen=True)
 class Messages:
-    """Adds to the inputs of a layer's parts what the layers have left that ran before.
+    """Adds, to the inputs of a layer's parts, mixtures of the rows that earlier layers have left.
 
     Attributes:
-        queries: of queries, keys, values and experts.
-        gates: one for each of these.
+        queries: mix earlier rows for queries, for keys, for values and for experts.
+        gates: one for each of these four mixtures.
     """
 
     queries: BlockAttention
@@ -200,13 +200,13 @@ class SinkingAttention:
 
 
 def _clip(x_THD: Tensor, most: float) -> Tensor:
-    """Return heads, those that are longer than `most` at that length."""
+    """Return heads, of which those longer than `most` are scaled to that length."""
     length: Tensor = torch.linalg.vector_norm(x_THD.float(), dim=-1, keepdim=True)
     return x_THD * (most / (length + 1e-6)).clamp(max=1.0).to(x_THD.dtype)
 
 
 def load_layer(config: Inkling2TextConfig, checkpoint: Checkpoint, i: int) -> BlockLayer:
-    """Load a layer as it first runs."""
+    """Load a layer, in the form for the first time that it runs."""
     prefix, n_model, n_taps = f"{ROOT}.layers.{i}", config.hidden_size, config.conv_kernel_size
 
     def norm(name: str) -> RMSNorm:

@@ -1,7 +1,6 @@
 """Implements Inkling 2 with a loop (Thinking Machines 2026): layers in the middle run several times.
 
-Each time they begin from the same rows, with a memory of their own, and read messages of what they left the time
-before.
+Each time they begin from the same rows, with a memory of their own, and read messages from their previous pass.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ class _Beginning:
         if self.begins_loop:
             step.notes[_BEGINNING] = x_TBM
         else:
-            # The first row that the loop begins has what was there before it.
+            # Rows that earlier passes have made are messages for this pass, which begins from the rows before the loop.
             beginning_TBM = step.notes[_BEGINNING]
             step.notes[PREVIOUS] = x_TBM[:, beginning_TBM.shape[1] :]
             x_TBM = beginning_TBM

@@ -51,7 +51,7 @@ class NemotronH(Decoder):
 class NemotronHOmni(NemotronH):
     """Implements Nemotron 3 Omni: Nemotron-H with a tower, which is loaded at the first picture.
 
-    The parts that hear are not read. The outer config says nothing about the language model.
+    The parts for sound are not read. The outer config says nothing about the language model.
     """
 
     def __init__(self, config: NemotronH_Omni_Reasoning_V3_Config, checkpoint: Checkpoint) -> None:

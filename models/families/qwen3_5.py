@@ -33,7 +33,7 @@ _SECTIONS = [11, 11, 10]
 @register("Qwen3_5ForCausalLM")
 @register("Qwen3_5ForConditionalGeneration")
 class Qwen35(Qwen3Next):
-    """Implements Qwen3.5. Of a checkpoint that also sees, the tower is loaded at the first picture."""
+    """Implements Qwen3.5. If the checkpoint has a vision tower, the tower is loaded at the first picture."""
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
         text = text_config_of(config)

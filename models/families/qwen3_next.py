@@ -54,7 +54,7 @@ class Qwen3Next(Decoder):
         self._rotary = rotary
 
     def load_draft_head(self, checkpoint: Checkpoint) -> NextTokenHead | None:
-        """Return the module of multi-token prediction below `mtp`: a layer of attention, then what other layers have.
+        """Return the module of multi-token prediction below `mtp`: attention, then the feed-forward part of a layer.
 
         A checkpoint with several modules is read as having the first, which drafts all tokens.
         """

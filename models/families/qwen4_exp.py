@@ -30,7 +30,7 @@ _SECTIONS = [11, 11, 10]
 @register("Qwen4ExpForCausalLM")
 @register("Qwen4ExpForConditionalGeneration")
 class Qwen4Exp(Decoder):
-    """Implements Qwen4-Exp. Of a checkpoint that also sees, the tower is loaded at the first picture."""
+    """Implements Qwen4-Exp. If the checkpoint has a vision tower, the tower is loaded at the first picture."""
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
         text = text_config_of(config)

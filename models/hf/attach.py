@@ -171,7 +171,7 @@ class Attached:
         with (
             without_gradients(),
             cache.open_pass(*inputs) as current,
-            # Modules that are replaced call no attention of transformers; others may, over what no memory holds.
+            # Replaced modules call no attention of transformers. Other modules may, for rows that no memory holds.
             nullcontext() if self._runs_alone else self._attention.taken(),
             CURRENT_PASS.set_to(current),
         ):
@@ -186,11 +186,11 @@ class Attached:
                 given[taken] = given.pop("past_key_values")
             if not self._runs_alone:
                 return original(**given)
-            # What has run knows the padding from the pass, so a mask would only be made larger, for nobody.
+            # Replaced modules know the padding from the pass, and read no mask. Transformers would still enlarge one.
             others = {"use_cache": False, taken: None, "attention_mask": None}
             output = original(**given | {name: value for name, value in others.items() if name in self._parameters})
             if not isinstance(output, tuple):
-                output[taken] = cache  # where `generate` looks for it
+                output[taken] = cache  # This is where `generate` looks for it.
             return output
 
     def _check_other(self, given: dict[str, Any]) -> None:

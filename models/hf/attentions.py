@@ -34,7 +34,7 @@ _CONV_NAMES = {2: "attention_output", 3: "feed_forward"}
 
 
 def memory_layer(config: Any, layer: int) -> int:
-    """Return where the memory has what transformers has in layer `layer` of its cache.
+    """Return the layer of the memory's spec that corresponds to layer `layer` of transformers' cache.
 
     They differ where layers run several times: transformers adds the layers of later passes at the end, while the
     memory has all layers as they run.
@@ -80,7 +80,7 @@ def inkling_conv(module: Module, _: Any) -> Mix:
 
 
 def inkling2_conv(module: Module, config: Any) -> Mix:
-    """Return the mix of such a convolution, scaled, in a layer that may run several times."""
+    """Return the mix of a scaled convolution like `inkling_conv`'s, in a layer that may run several times."""
     scale = (module.conv_kernel_size + 1) ** -0.5
     conv = ResidualConv(module.layer_idx, _CONV_NAMES[module.conv_idx], _taps_of(module), scale)
 
@@ -182,7 +182,7 @@ def indexed_latent_attention(module: Module, config: Any) -> Mix:
 
 
 def _row_indexer(index: Module) -> Any:
-    """Return what chooses rows by an index whose keys are rotated in pairs of neighbours, or of halves."""
+    """Return a function that chooses rows by an index whose keys are rotated in pairs of neighbours, or of halves."""
     n_heads, n_rotary = index.n_heads, index.qk_rope_head_dim
     in_neighbours = any(base.__name__ in _INDEX_IN_NEIGHBOURS for base in type(index).__mro__)
 
@@ -198,7 +198,7 @@ def _row_indexer(index: Module) -> Any:
 
 
 def _pool_indexer(index: Module) -> Any:
-    """Return what chooses spans by an index whose keys are gated averages of those of tokens. None are rotated."""
+    """Return a function that chooses spans by an index. Its keys are gated averages of tokens' keys, not rotated."""
     recurrence, gate = GatedPool(index.index_kpool_compress_ape.detach().float()), index.index_kpool_compress_gate
 
     def choose(x_TM: Tensor, compressed: Tensor, _: Angles | None, step: Step) -> ChosenRows:

@@ -41,7 +41,7 @@ def check_latent(hf_model: PreTrainedModel, spec: MemorySpec) -> None:
 
 
 def attend_latent(module: Module, spec: AttentionSpec, current: Pass, query: Tensor, scale: float | None) -> Tensor:
-    """Return what each head finds, (N, H, V), for the packed tokens of a pass.
+    """Return each head's attention, (N, H, V), for the packed tokens of a pass.
 
     Args:
         query: (B, H, T, D) queries of single heads, of which the last elements are rotated.
@@ -68,7 +68,7 @@ def without_neighbours(x: Tensor) -> Tensor:
 def absorb(
     module: Module, q: tuple[Tensor, Tensor], rows_T1D: Tensor, attend: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Attend to latents: multiply queries by what makes keys of them, and what they find by what makes values.
+    """Attend to latents: multiply queries by the matrix that makes keys, and the results by the one that makes values.
 
     Args:
         q: the plain and the rotated part of each head's queries, (T, H, N) and (T, H, R).

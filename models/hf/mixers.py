@@ -335,7 +335,7 @@ def recurrent_gemma_block(module: Module) -> Mix:
 
 
 def zaya_projection(module: Module) -> MixMany:
-    """Return what computes queries, keys and values of convolved attention, before their norms."""
+    """Return a function that computes queries, keys and values of convolved attention, before their norms."""
     convs = weights_of(module.conv_qk_depthwise), weights_of(module.conv_qk_grouped)
     taps = [(conv.weight.detach(), conv.bias.detach()) for conv in convs]
     delayed = weights_of(module.v_proj_delayed)

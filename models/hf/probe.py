@@ -65,7 +65,7 @@ def _n_inputs(module: Module, config: Any) -> int:
 
 
 def _others(replaced: Replaced, spec: MemorySpec, x_TM: Tensor) -> dict[str, Any]:
-    """Return what else a module's `forward` must be given. Modules that keep their states are to keep none of these."""
+    """Return the other arguments that a module's `forward` needs. They keep the module from storing its states."""
     parameters = [*inspect.signature(replaced.module.forward).parameters.values()][1:]
     names = {p.name for p in parameters}
     needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
@@ -89,7 +89,7 @@ def _others(replaced: Replaced, spec: MemorySpec, x_TM: Tensor) -> dict[str, Any
 
 
 def _for_attention(module: Module, spec: AttentionSpec, x_TM: Tensor, names: set[str]) -> dict[str, Any]:
-    """Return a mask, angles, and the rows of a layer before, of those that a module takes."""
+    """Return those of these arguments that a module takes: a mask, angles, rows that an earlier layer has chosen."""
     n_rows, found = len(x_TM), dict[str, Any]()
     places = torch.arange(n_rows, device=x_TM.device)
     distance = places[:, None] - places
@@ -104,14 +104,14 @@ def _for_attention(module: Module, spec: AttentionSpec, x_TM: Tensor, names: set
         mask = x_TM.new_zeros(n_rows, n_rows).masked_fill(~is_seen, torch.finfo(x_TM.dtype).min)
         found["attention_mask"] = mask[None, None]
     else:
-        found["attention_mask"] = torch.ones_like(places, dtype=torch.bool)[None]  # It would be False for padding.
+        found["attention_mask"] = torch.ones_like(places, dtype=torch.bool)[None]  # There is no padding.
     if "prev_topk_indices" in names:
         found["prev_topk_indices"] = torch.where(distance >= 0, places, places[:, None])[None].to(torch.int32)
     return found
 
 
 def _chosen_before(replaced: Replaced, spec: MemorySpec) -> ChosenRows | None:
-    """Return all rows, if the module reads those that an index of a layer before has chosen; otherwise None."""
+    """Return all rows if the module reads rows that the index of an earlier layer has chosen; otherwise None."""
     own = spec.layers[replaced.layer]
     attention = next((one for one in own if isinstance(one, AttentionSpec) and one.n_chosen is not None), None)
     if attention is None or any(isinstance(one, IndexSpec) for one in own):
@@ -121,7 +121,7 @@ def _chosen_before(replaced: Replaced, spec: MemorySpec) -> ChosenRows | None:
 
 
 class _Seen(Exception):  # noqa: N818
-    """Leaves a step that is not to be kept."""
+    """Is raised to leave a step that must not be committed."""
 
 
 def _run(

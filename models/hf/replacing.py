@@ -138,7 +138,7 @@ def _outermost(module: Module, config: Any) -> Iterator[Module]:
 
 
 def _maker_of(module: Module, config: Any) -> Callable[[], Mix | MixMany] | None:
-    """Return what makes the mix of a module or of a subclass's; None for a module that is not known."""
+    """Return the function that makes a module's mix, found by its class or a base class; None if none is known."""
     for name in _names_of(module):
         if name in MIXERS:
             return partial(MIXERS[name], module)

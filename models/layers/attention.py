@@ -83,7 +83,7 @@ class Rotary:
         """Return cosines and sines, (T, 1, R / 2) each."""
         if positions_T.dim() == 1:
             angles = torch.outer(positions_T.float(), self._frequencies)[:, None]
-        else:  # pictures have several kinds of positions, each for a share of the frequencies (M-RoPE)
+        else:  # Pictures have several kinds of positions, each for a share of the frequencies (M-RoPE).
             assert self._axes is not None, "only models with such a rotation see pictures with several axes"
             angles = (positions_T[self._axes].float() * self._frequencies[:, None]).T[:, None]
         return (angles.cos() * self._attention_scale).to(dtype), (angles.sin() * self._attention_scale).to(dtype)

@@ -199,7 +199,7 @@ class Decoder:
     """Declares that a step's logits depend only on its tensors, so that `memory.recorded` may replay them."""
 
     def hidden_rows(self, step: Step, after: Sequence[int] = ()) -> Tensor:
-        """Return what a draft head reads of all tokens of an open step, (T, (len(after) + 1) * M), in the step's order.
+        """Return the rows that a draft head reads: (T, (len(after) + 1) * M), for an open step's tokens, in its order.
 
         A row holds the token's residual stream after each of the layers `after`, ascending, and then its hidden state
         after the last norm, from which `vocabulary.logits` makes logits.

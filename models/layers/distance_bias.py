@@ -22,7 +22,7 @@ class DistanceBias:
     """Computes the bias of each query's scores, as `Step.attend` takes it.
 
     Attributes:
-        profiles: the product with profiles over distances (L, R), of which the last is of all greater distances.
+        profiles: the product with profiles over distances (L, R), whose last column is for all greater distances.
     """
 
     profiles: RowProduct
@@ -38,13 +38,13 @@ class DistanceBias:
         return DistanceBias(RowProduct(F.pad(profiles_RN, (0, 1)).T.contiguous()))
 
     def __call__(self, weights_THR: Tensor) -> Tensor:
-        """Return the bias (T, H, L), float32, of queries that weight the profiles so."""
+        """Return the bias (T, H, L), float32, of queries with these weights of profiles."""
         return self.profiles(weights_THR.flatten(0, 1)).float().view(*weights_THR.shape[:2], -1)
 
 
 @dataclass(frozen=True)
 class LogScale:
-    """Multiplies by a factor that grows with the logarithm of a token's position, from a position on.
+    """Multiplies by a factor that grows with the logarithm of a token's position, after the first `n_before` tokens.
 
     Attributes:
         n_before: the number of tokens whose factor is 1.

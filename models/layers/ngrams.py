@@ -49,7 +49,7 @@ class LastTokens:
 
     def __call__(self, step: Step) -> Tensor:
         """Return (T, n_before) ids, the newest first. -1 stands for what is before the first token."""
-        # One more than an id, so that the zeros with which a window begins are no token.
+        # Digits are those of the id plus 1, because a window begins with zeros, which must be no token.
         digits_TD = ((step.token_ids[:, None] + 1) >> self._shifts) & 255
         rows = digits_TD.to(self._dtype).repeat(1, self._n_before)
         found = step.recur(self._layer, rows, self._recurrence, name=_LAST)

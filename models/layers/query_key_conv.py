@@ -14,7 +14,7 @@ NAME = "queries_keys"
 
 
 class QueryKeyConv:
-    """Convolves queries and keys by channel, then by head, and delays what stands beside them by one token.
+    """Convolves queries and keys by channel, then by head, and delays the other elements of their rows by one token.
 
     Both convolutions and the delay are one recurrence, a convolution by channel: its rows hold queries and keys once
     for each tap of the convolution by head, which gets them convolved already, each copy a token later than the other.
@@ -38,10 +38,10 @@ class QueryKeyConv:
         weight_WE[n_taps - 2, self._n_copies * n_channels :] = 1
         self._recurrence = ShortConv(CausalConv(weight_WE, activation=False))
         self.spec: RecurrentSpec = short_conv_spec(weight_WE.shape[1], n_taps, NAME)
-        # (heads, inputs of all copies, outputs). The newest copy comes first, and the newest tap is the last one.
+        # The axes are heads, inputs of all copies, outputs. The newest copy comes first, and the newest tap last.
         mixing = mixing_EDW.reshape(-1, head_dim, head_dim, self._n_copies).flip(-1)
         self._mixing = mixing.permute(0, 3, 2, 1).reshape(len(mixing), -1, head_dim).contiguous()
-        # Before a sequence begins there are zeros, and so the first convolution's bias: it is the same for each token.
+        # Before a sequence, too, the first convolution adds its bias, to zeros. So one sum serves all tokens.
         constant_HDD = mixing_EDW.float().sum(2).view(-1, head_dim, head_dim)
         biases_HD1 = (bias.float().view(-1, head_dim, 1) for bias in (mixing_bias_E, bias_E))
         bias_HD1 = torch.baddbmm(next(biases_HD1), constant_HDD, next(biases_HD1))
@@ -60,7 +60,7 @@ class QueryKeyConv:
 
 
 def around(q_THD: Tensor, k_TGD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what is added to convolved queries and keys: means of each query and its key, and of those of a group."""
+    """Return the terms to add to convolved queries and keys: means of each query and its key, and of each group."""
     n_tokens, n_groups, head_dim = k_TGD.shape
     q_TGSD = (q_THD.reshape(n_tokens, n_groups, -1, head_dim) + k_TGD[:, :, None]) * 0.5
     return q_TGSD.flatten(1, 2), q_TGSD.mean(2)

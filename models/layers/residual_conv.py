@@ -34,7 +34,7 @@ class ResidualConv:
     def load(
         checkpoint: Checkpoint, prefixes: dict[str, int], layer: int, name: str, n_taps: int, scale: float = 1.0
     ) -> ResidualConv:
-        """Load convolutions of rows that lie beside each other, as one.
+        """Load the convolutions of several rows that lie beside each other, as one convolution.
 
         Args:
             prefixes: the names of the convolutions, each with its number of channels.
@@ -65,7 +65,7 @@ class ResidualConv:
 class DynamicConv:
     """Computes s (x + conv(x)), where taps are those of a channel plus those that each token computes for each head.
 
-    The memory only delays rows: they stand beside each other once for each token of delay.
+    The memory only delays rows. It returns the row of each earlier token in the window, side by side.
 
     Args:
         taps_WE: the channels' own taps, of which the first one is of the newest row.

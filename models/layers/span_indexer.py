@@ -31,7 +31,7 @@ SPAN, _NORM_EPS = "span", 1e-6
 class MeanSpans:
     """Remembers raw keys of tokens, and chooses spans by the means of their keys.
 
-    A convolution computes the means: its taps are equal, and its output counts at the last token of each span. The same
+    A convolution with equal taps computes the means, of which only those at the last tokens of spans are used. The same
     convolution brings the first token's angles to the last one. All heads of an index have the same weight.
 
     Attributes:

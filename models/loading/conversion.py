@@ -61,7 +61,7 @@ class Conversion:
         first, firsts, places = 1, dict[str, int](), dict[str, Tensor]()
         owners = dict[int, str]()
         for name, tensor in tensors.items():
-            # A tensor with several names is one for the conversion too.
+            # For the conversion, too, a tensor with several names is a single tensor.
             owner = owners.setdefault(id(tensor), name)
             if owner == name:
                 firsts[name], first = first, first + tensor.numel()
@@ -93,7 +93,7 @@ class Conversion:
 def _moved(
     flat: Tensor, shape: torch.Size, sources: tuple[str, ...], firsts: Mapping[str, int], tensors: Mapping[str, Tensor]
 ) -> _Moved:
-    """Return where numbers at these places of all tensors come from."""
+    """Return the sources of the numbers at these places, which count through all tensors."""
     own = torch.empty_like(flat)
     begin = 0
     for name in sources:

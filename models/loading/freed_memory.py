@@ -10,7 +10,7 @@ from functools import cache
 def give_back_freed_memory() -> None:
     """Give freed memory back to the system, where the C library is glibc. Elsewhere nothing happens.
 
-    What a load needs for a while is freed in many small pieces, of which glibc keeps the pages: beside a model with a
+    Loading frees its temporary memory in many small pieces, whose pages glibc keeps for itself. For a model with a
     vocabulary of 262,144 tokens, that is more than its weights. Cost: some 20 ms.
     """
     if (trim := _find_trim()) is not None:

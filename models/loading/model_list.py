@@ -41,7 +41,7 @@ def _listed_once(folder: Path) -> Iterator[None]:
 
 
 def _list(make: Callable[..., Any], folder: Path, place: str, prefix: str | None = None) -> Any:
-    """Return what `make` returns. The list of all models follows from the same list with a prefix."""
+    """Return `make(place, prefix)`. The list of all models without a prefix follows from the list with one."""
     if Path(place).parent != folder or prefix is not None:
         return make(place, prefix)
     whole: Mapping[Any, Mapping[str, Any]] = make(folder, prefix=_PREFIX.rstrip("."))

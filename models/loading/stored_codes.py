@@ -106,7 +106,7 @@ class StoredCodes:
 
     @property
     def _offset(self) -> int:
-        """Return what is subtracted from codes of 8 bits, because our own layouts hold these as signed integers."""
+        """Return the offset that is subtracted from codes of 8 bits, because our own layouts hold signed integers."""
         return 128 if self.codes.dtype is torch.uint8 and self.bits == 8 else 0
 
     def _layout(self, group: int) -> Layout | None:

@@ -60,7 +60,7 @@ _SHAPES = _shapes()
 
 
 def shape(n_rows: int) -> np.ndarray:
-    """Return the configuration of the registers for a product of so many rows, at least one."""
+    """Return the configuration of the registers for a product of this many rows, at least one."""
     return _SHAPES[min(n_rows, ROWS)]
 
 
@@ -130,7 +130,7 @@ def pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any,
 
 @subroutine()
 def aligned(n_words):
-    """Return an array of so many float32 that begins at a cache line."""
+    """Return an array of this many float32 that begins at a cache line."""
     whole = np.zeros(n_words + 16, np.float32)
     first = (-whole.ctypes.data % 64) // 4
     return whole[first : first + n_words]

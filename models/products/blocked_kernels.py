@@ -176,7 +176,7 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
 
 @subroutine()
 def _fill(panels, x, first, n):
-    """Set a panel to six rows of x. It takes as many bytes as they do."""
+    """Copy six rows of x into a panel, which has as many bytes as the rows."""
     for code in range(0, n, UNROLLED):
         for row in range(_PANEL_ROWS):
             for i in range(UNROLLED):

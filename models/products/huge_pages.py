@@ -67,7 +67,7 @@ def taken_ahead() -> Iterator[None]:
 
 
 def _take(n_bytes: int) -> np.ndarray:
-    """Return so many unused bytes of a mapping."""
+    """Return this many unused bytes of a mapping."""
     global _last
     mapped, first = None if _last[0] is None else _last[0](), _last[1]
     if mapped is None or first + n_bytes > len(mapped):

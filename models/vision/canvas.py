@@ -32,7 +32,7 @@ Part = tuple[int | None, Int64s]
 
 
 class CanvasSight(SliceSight):
-    """Says that a picture takes as many positions as the longer side of its canvas, and one.
+    """Says that a picture takes one position more than the longer side of its canvas has cells.
 
     A line break right behind a picture stands at the picture's first position, and takes none.
     """
@@ -98,7 +98,7 @@ class CanvasSight(SliceSight):
         return (n_rows * slices[0][0], n_columns * slices[0][1]) if slices else whole
 
     def _parts(self, inputs: Mapping[str, Any]) -> list[Part]:
-        """Return what stands for a picture, with positions that count from its first one."""
+        """Return the tokens and rows that stand for a picture, with positions that count from its first one."""
         height, width = self._canvas(inputs)
         whole, *slices = self._sizes(inputs)
         _, n_columns = self._slices(inputs)

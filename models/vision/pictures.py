@@ -50,7 +50,7 @@ class Sight:
         return None, 0
 
     def layout(self, inputs: Mapping[str, Any], n_rows: int) -> Layout:
-        """Return what stands for a picture in a prompt."""
+        """Return the tokens that stand for a picture in a prompt."""
         raise NotImplementedError
 
     def prepare(self, pictures: Pictures, passage: Passage) -> None:
@@ -135,7 +135,7 @@ class Pictures:
 
     @property
     def processor(self) -> Any:
-        """Return transformers' image processor: that of the checkpoint's folder, or what was set.
+        """Return transformers' image processor: the one of the checkpoint's folder, unless another one was set.
 
         Raises PictureError if there is none.
         """
@@ -177,7 +177,7 @@ class Pictures:
         digest = digest_of(image)
         passage = self.soft_tokens.find(digest)
         if passage is None:
-            with self._lock:  # Who sends the same picture at the same time waits here, and finds it.
+            with self._lock:  # A thread with the same picture waits here, and then finds its rows.
                 passage = self.soft_tokens.find(digest) or self._compute(digest, image)
         self._sight.prepare(self, passage)
         return Picture(passage, passage.about, file_of(source, image))
@@ -223,7 +223,7 @@ def _embed_nothing(token_ids_T: Tensor) -> Tensor:
 
 
 def pictures_of(model: object) -> Pictures:
-    """Return what reads pictures for a model. Raises UnsupportedModelError, which names the model, if it sees none."""
+    """Return the `Pictures` of a model. Raises UnsupportedModelError, which names the model, if it sees none."""
     found = getattr(model, "pictures", None)
     if not isinstance(found, Pictures):
         name = getattr(getattr(model, "memory_spec", None), "model", type(model).__name__)

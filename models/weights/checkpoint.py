@@ -286,7 +286,7 @@ class Checkpoint:
         return next((name for name in names if name in self), names[0])
 
     def take_joined(self, names: Sequence[str], *shape: int) -> Tensor:
-        """Return what is stored as several tensors, one after the other in the first dimension, as `take` does.
+        """Return several stored tensors as one, joined along the first dimension, as `take` does.
 
         They may be cut anywhere: published files cut by meaning, and transformers cuts into equal parts.
 

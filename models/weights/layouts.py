@@ -149,7 +149,7 @@ def whole_pairs(n_bits: int) -> int:
 def spare_bits(n_bits: int, pair: int) -> list[tuple[int, int]]:
     """Return the places of a code that is in no single word: for each bit, from the lowest, a word and a bit in it."""
     n_spare = 16 % n_bits
-    n_low = 16 - whole_pairs(n_bits)  # The lowest bits of so many pairs are in the word with the pair's number.
+    n_low = 16 - whole_pairs(n_bits)  # Each of the first `n_low` words holds the lowest bits of one pair.
     own = pair - whole_pairs(n_bits)
     found = [(own, 16 - n_spare + bit) for bit in range(n_spare)]
     for bit in range(n_bits - n_spare):

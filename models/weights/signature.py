@@ -85,7 +85,7 @@ def signature_of(config: PreTrainedConfig, dtype: torch.dtype, samples: Mapping[
     if not any(samples.values()):
         return None
     digest = hashlib.sha256(json.dumps(_options_of(config), sort_keys=True, default=str).encode())
-    # Layers may share a tensor, which files have under the number of any one of them.
+    # Layers may share a tensor. Files may store it under the number of any of these layers.
     found = {(re.sub(r"\d+", "#", name), sample) for name, sample in samples.items() if not _HEADS.fullmatch(name)}
     for name, sample in sorted(found):
         digest.update(name.encode() + b"\0" + sample)

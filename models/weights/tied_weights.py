@@ -17,7 +17,7 @@ _AT_ONCE = 1 << 20
 
 
 class Stored(Protocol):
-    """Declares what tells which tensors a checkpoint holds, and compares them."""
+    """Declares an object that knows which tensors a checkpoint holds, and compares them."""
 
     folder: Path
 

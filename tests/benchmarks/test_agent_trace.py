@@ -19,7 +19,7 @@ def test_the_trace_has_the_turns_of_an_agent_and_is_the_same_every_time() -> Non
 
 def test_tokens_that_were_seen_and_not_cached_are_counted_as_computed_again() -> None:
     counts = Counts()
-    counts.add(n_prompt=100, n_cached=0, n_seen=0, seconds=1)  # all is new
-    counts.add(n_prompt=100, n_cached=99, n_seen=100, seconds=1)  # the last token is fed for its output
+    counts.add(n_prompt=100, n_cached=0, n_seen=0, seconds=1)  # All tokens are new.
+    counts.add(n_prompt=100, n_cached=99, n_seen=100, seconds=1)  # The last token is fed for its output.
     counts.add(n_prompt=150, n_cached=60, n_seen=100, seconds=1)
     assert (counts.n_prompt, counts.n_cached, counts.n_seen, counts.n_again) == (350, 159, 199, 40)

@@ -29,13 +29,14 @@ def blocks(n: int) -> LruBlocks:
 
 def test_blocks_are_found_from_the_first_on_and_the_least_recently_used_give_way() -> None:
     lru = blocks(4)
-    assert lru.serve(request(1, 2)) == 0  # holds 1, 2 and the one with the reply
+    assert lru.serve(request(1, 2)) == 0  # The cache then holds blocks 1, 2 and the one with the reply.
     assert lru.serve(request(1, 2)) == 2 * TOKENS
-    assert lru.serve(request(1, 3)) == TOKENS  # holds 1, 3, its reply, and of the others the oldest but one: 2
+    # The cache then holds 1, 3, the reply, and of the older blocks only 2.
+    assert lru.serve(request(1, 3)) == TOKENS
     assert lru.serve(request(1, 2)) == 2 * TOKENS
-    assert lru.serve(request(4, 5, 6)) == 0  # takes all four
+    assert lru.serve(request(4, 5, 6)) == 0  # This request takes all four blocks.
     assert lru.serve(request(1)) == 0
-    assert lru.serve(request(1, 2, 3, 4)) == 0  # five blocks: does not fit
+    assert lru.serve(request(1, 2, 3, 4)) == 0  # Five blocks do not fit.
 
 
 def test_a_block_has_as_many_bytes_of_rows_as_of_states() -> None:

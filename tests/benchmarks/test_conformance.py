@@ -12,10 +12,13 @@ from benchmarks.conformance import PEERS, write_page
 from hybridmem.memory.testing import PROMISES, Result, check
 
 KNOWN = {
-    ("transformers", "jamba, past recorded", "tokens taken back leave no trace"): "failed",  # crop on a hybrid
-    ("transformers", "jamba", "a sequence can begin again"): "failed",  # crop refuses when it has cut attention
-    ("transformers", "jamba", "a text in parts is as the whole text"): "failed",  # a chunk begins without its state
-    ("transformers", "jamba, forks by rows", "a fork goes its own way"): "failed",  # no rows of recurrent layers
+    # `crop` is wrong on a hybrid.
+    ("transformers", "jamba, past recorded", "tokens taken back leave no trace"): "failed",
+    # `crop` refuses only after it has cut attention.
+    ("transformers", "jamba", "a sequence can begin again"): "failed",
+    ("transformers", "jamba", "a text in parts is as the whole text"): "failed",  # A chunk begins without its state.
+    # Rows of recurrent layers are not copied.
+    ("transformers", "jamba, forks by rows", "a fork goes its own way"): "failed",
     ("transformers", "llama", "a fork goes its own way"): "passed",
     ("transformers", "llama", "tokens taken back leave no trace"): "passed",
     ("llama_cpp", "jamba", "tokens taken back leave no trace"): "refused",
@@ -24,8 +27,9 @@ KNOWN = {
     ("mlx_lm", "jamba", "tokens taken back leave no trace"): "refused",
     ("mlx_lm", "llama", "tokens taken back leave no trace"): "passed",
     ("mlx_lm", "jamba", "a batch of any lengths is as each sequence alone"): "passed",
-    ("mlx_lm", "jamba, in batches", "a batch of any lengths is as each sequence alone"): "failed",  # padding is read
-    ("mlx_lm", "nemotron-h, in batches", "a batch of any lengths is as each sequence alone"): "failed",  # likewise
+    ("mlx_lm", "jamba, in batches", "a batch of any lengths is as each sequence alone"): "failed",  # Padding is read.
+    # Padding is read here, too.
+    ("mlx_lm", "nemotron-h, in batches", "a batch of any lengths is as each sequence alone"): "failed",
     ("mlx_lm", "mamba2, in batches", "a batch of any lengths is as each sequence alone"): "passed",
 }
 """A fault that is gone is good news, and this table is to be changed."""

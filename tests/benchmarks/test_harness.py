@@ -46,7 +46,7 @@ def test_a_report_is_written_twice(tmp_path: Path) -> None:
 
 
 def test_red_tests_have_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a process for each processor takes longer to start than such tests take
+    # Starting a process for each processor takes longer than such tests take.
     monkeypatch.setenv("PYTEST_ADDOPTS", "-n 0")
     (tmp_path / "test_red.py").write_text("def test_red():\n    assert False\n")
     with pytest.raises(typer.Exit) as caught:

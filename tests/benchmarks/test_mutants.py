@@ -106,7 +106,7 @@ def test_a_mutant_that_is_put_in_place_does_what_one_does_that_is_imported(
         else:
             assert outcome(module) == unchanged, mutant
     assert {"self.at + self.step", "x > n", "1 becomes 2", "deleted: self.at = start"} - {*placed} == set()
-    assert "2 becomes 3" not in placed[:2]  # a default: it is decided on import
+    assert "2 becomes 3" not in placed[:2]  # A default is evaluated on import.
 
 
 def test_statements_are_found_by_a_line_of_them() -> None:

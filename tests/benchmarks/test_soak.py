@@ -27,7 +27,7 @@ def test_what_differs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         def run(step: Step) -> Tensor:
             n_steps[0] += 1
             logits: Tensor = model(step)
-            return logits + n_steps[0]  # what others did shows
+            return logits + n_steps[0]  # The output depends on what other sequences did.
 
         adapter.model = run
         return adapter

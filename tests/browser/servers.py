@@ -77,7 +77,8 @@ def serving(
     """A server in a thread, told to stop in the end."""
     memory = HybridMemory(model.memory_spec, budget, rollback_window=32, host_budget=host_budget)
     engine = Engine(model, memory, tokenizer, prefixes=PrefixCache(memory), step_tokens=256)  # type: ignore[arg-type]
-    options = replace(options or ServerOptions(), sampling=Sampling())  # without what makes long replies end
+    # The default sampling has nothing that makes long replies end.
+    options = replace(options or ServerOptions(), sampling=Sampling())
     app = make_app(engine, tokenizer, MODEL, options)
     with bind("127.0.0.1", port, has_key=False) as listener:
         server = Server(app)

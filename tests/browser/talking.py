@@ -7,7 +7,7 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-expect.set_options(timeout=60_000)  # a busy machine is slow; nothing waits this long where all is well
+expect.set_options(timeout=60_000)  # A busy machine is slow. Nothing waits this long if all is well.
 
 __all__ = ["act", "bubbles", "expect", "last_reply", "say", "settled", "tree_items"]
 

@@ -88,7 +88,7 @@ def test_a_reply_may_be_written_by_its_reader(cats: Any) -> None:
     cats.get_by_role("button", name="Save only").click()
     expect(last_reply(cats)).to_have_text("Your cat is called Kit.")
     expect(bubbles(cats).last.locator(".siblings")).to_have_text("2/2")
-    say(cats, "My dog is called Rex.")  # the reply is no response of the model; it goes on from it all the same
+    say(cats, "My dog is called Rex.")  # The reply is no response of the model, but the conversation continues from it.
     expect(bubbles(cats)).to_have_count(6)
 
 

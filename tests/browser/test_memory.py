@@ -54,7 +54,7 @@ def test_calls_that_were_taken_back_are_counted(served: Served, make_page: MakeP
 def test_nothing_is_counted_while_the_memory_is_not_seen(served: Served, make_page: MakePage) -> None:
     page = make_page(served.url, size=PHONE)
     expect(page.locator("#model")).to_have_text("embedded")
-    wait_for_listeners(page, served, 0)  # the page of the test before may only now be gone
+    wait_for_listeners(page, served, 0)  # The page of the previous test may be closed only now.
     page.get_by_role("button", name="Show the tree and the memory").click()
     page.get_by_role("tab", name="Memory").click()
     expect(page.locator(".part-meter .big")).to_be_visible()

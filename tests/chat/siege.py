@@ -77,6 +77,7 @@ async def besiege(port: int, n_heads: int, n_trickling: int, n_large: int) -> No
 
 
 if __name__ == "__main__":
-    if "SIEGE_SECONDS" in os.environ:  # where others' waits are measured: they would have a machine of their own
+    # Where the waits of other clients are measured, these clients would have a machine of their own.
+    if "SIEGE_SECONDS" in os.environ:
         os.nice(19)
     asyncio.run(besiege(*map(int, sys.argv[1:])))

@@ -105,7 +105,7 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(damage: str, tmp_path: Path
     [
         (["--raw", "--prompt", ""], "token"),
         (["--prompt", "hello", "--budget", "1KiB"], "budget"),
-        # of what the engine ends with an error
+        # The engine ends these requests with an error.
         (["--prompt", "My cat is called Zoe. " * 400, "--budget", "1MiB"], "bytes"),
         (["--prompt", "hello", "--dtype", "int7"], "int7"),
         (["--prompt", "hello", "--device", "abacus"], "abacus"),

@@ -107,7 +107,8 @@ def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_
             batch.memory.check()
             while not batch.is_idle:
                 tell(batch.step())
-            found = [*texts.values()], [s.tokens.tolist() for s in texts]  # what was returned, and what was fed
+            # These are the returned texts, and the tokens that were fed.
+            found = [*texts.values()], [s.tokens.tolist() for s in texts]
             expected[:] = expected or found
             assert [*found] == expected
             for sequence in texts:
@@ -253,7 +254,8 @@ def test_an_interrupted_chat_goes_on(name: str, tokenizer: Tokenizer, number: in
             engine.run()
             assert_all_given_back(engine)
             for handle in handles:
-                with pytest.raises(SequenceError, match="closed"):  # and not "in use by another generation"
+                # The message must not say "in use by another generation".
+                with pytest.raises(SequenceError, match="closed"):
                     engine.submit([1], sequence=handle)
 
         return lambda: CALLS[name](session), verify

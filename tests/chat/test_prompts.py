@@ -24,13 +24,14 @@ def model_of(eos_token_id: Any = None) -> Any:
 
 
 def test_all_ends_are_found_and_those_outside_of_the_vocabulary_are_not(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer("template names")  # its end token is </s>, and its turns end with <|im_end|>
+    # The tokenizer's end token is </s>, and its turns end with <|im_end|>.
+    tokenizer = make_tokenizer("template names")
     end, turn_end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert find_stop_ids(tokenizer, model_of()) == (end, turn_end) and find_turn_end(tokenizer) == turn_end
     assert find_stop_ids(tokenizer, model_of([end, 7, 10**6])) == (end, 7, turn_end)
     tokenizer.name_or_path = str(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 8]}))
-    tokenizer.end_token_ids = [6]  # of a GGUF file
+    tokenizer.end_token_ids = [6]  # A GGUF file gives such ids.
     assert find_stop_ids(tokenizer, model_of(7)) == (end, 7, 9, 8, 6, turn_end)
     (tmp_path / "generation_config.json").write_text("[")
     with pytest.raises(FormatError, match="cannot be read"):

@@ -51,7 +51,7 @@ def test_bind_tools(model: ChatOpenAI) -> None:
 @pytest.mark.parametrize("method", ["json_schema", "function_calling", "json_mode"])
 def test_with_structured_output(model: ChatOpenAI, method: str) -> None:
     """with_structured_output by json_schema, function_calling and json_mode."""
-    if method == "json_mode":  # any object is valid then
+    if method == "json_mode":  # With this method, any object is a valid reply.
         assert isinstance(model.with_structured_output(None, method=method).invoke("JSON, please"), dict)
     else:
         assert isinstance(model.with_structured_output(Person, method=method).invoke("Who is it?"), Person)

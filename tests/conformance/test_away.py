@@ -52,7 +52,8 @@ def test_a_swapped_sequence_goes_on_as_if_it_had_stayed(subject: Subject, tmp_pa
     memory.close(fork)
     assert memory.usage().used_bytes < before.used_bytes
     other = memory.open()
-    subject.feed(memory, other, [subject.tokens(PROMPT, seed=9)])  # into the blocks that were freed
+    # The other sequence takes the blocks that were freed.
+    subject.feed(memory, other, [subject.tokens(PROMPT, seed=9)])
     memory.swap_in(leaves)
     memory.check()
     assert not leaves.is_swapped and not list(tmp_path.iterdir())
@@ -79,7 +80,8 @@ def test_a_sequence_whose_pages_are_in_host_memory_goes_on_as_others_do(subject:
         memory.to_host(leaves)
         memory.check()
         other = memory.open()
-        subject.feed(memory, other, [subject.tokens(PROMPT, seed=9)])  # into the blocks that were freed
+        # The other sequence takes the blocks that were freed.
+        subject.feed(memory, other, [subject.tokens(PROMPT, seed=9)])
         found, expected = go_on(subject, memory, leaves), go_on(subject, memory, stays)
         assert (
             torch.equal(found, expected)

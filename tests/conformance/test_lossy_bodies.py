@@ -43,7 +43,7 @@ class LargestKeys(EvictionPolicy):
 IS_WHOLE = IS_FULL or os.environ.get("CONFORMANCE") == "kinds"
 N_BEFORE, N_DISTANCES = 50, 20 if IS_WHOLE else 5
 KINDS = list(itertools.product((*POLICIES, "users"), STORAGES))
-if not IS_WHOLE:  # each policy with every second storage, and each storage with every second policy
+if not IS_WHOLE:  # Test each policy with every second storage, and each storage with every second policy.
     KINDS = [kind for i, kind in enumerate(KINDS) if (i // len(STORAGES) + i) % 2 == 0]
 FORMS = list(itertools.product(WINDOWS, CUTS))
 CASES = [
@@ -76,10 +76,10 @@ def go_and_return(toy: Toy, memory: HybridMemory, sequences: list[Sequence]) -> 
     marks, ways = dict[Sequence, Checkpoint](), way_of(len(sequences), window)
     for i, (sequence, way) in enumerate(zip(sequences, ways, strict=True)):
         n_further = 1 + i * 7 % window if window else 0
-        if way == "checkpoint":  # far beyond the window
+        if way == "checkpoint":  # The sequence goes far beyond the window.
             marks[sequence] = memory.checkpoint(sequence)
             further[sequence] = cut(text(40, i), (11, 1))
-        elif way == "accept":  # drafts, the first of which is fed for good
+        elif way == "accept":  # The tokens are drafts, of which the first is kept.
             with memory.step({sequence: [1, *text(n_further, i)[:15]]}) as step:
                 toy(step)
                 step.accept({sequence: 1})
@@ -88,7 +88,7 @@ def go_and_return(toy: Toy, memory: HybridMemory, sequences: list[Sequence]) -> 
             further[sequence] = cut(text(n_further, i), (1,) if way == "decode" else (n_further,))
     feed_together(toy, memory, further)
     for sequence, way, length in zip(sequences, ways, lengths, strict=True):
-        if way == "fork":  # from the furthest position on as another sequence, through host memory
+        if way == "fork":  # At the furthest position, the sequence becomes another one, by way of host memory.
             sequence = memory.fork(sequence)
             memory.swap_out(sequence)
             memory.swap_in(sequence)
@@ -120,7 +120,8 @@ def test_what_a_sequence_returned_from_is_not_seen(
     returned = go_and_return(toy, memory, sequences)
     accepted = [back.tokens[twin.length :].tolist() for back, twin in zip(returned, twins, strict=True)]
     feed_together(toy, memory, {twin: [tokens] for twin, tokens in zip(twins, accepted, strict=True) if tokens})
-    after = 2 * [cut(text(window + 4, 50 + i), sizes) for i in range(N_DISTANCES)]  # until no row is late any more
+    # Go on until no row that was evicted lately is left.
+    after = 2 * [cut(text(window + 4, 50 + i), sizes) for i in range(N_DISTANCES)]
     found = feed_together(toy, memory, dict(zip(returned + twins, after, strict=True)))
     assert float(found[twins[0]].std()) > 1
     for back, twin, tokens in zip(returned, twins, accepted, strict=True):

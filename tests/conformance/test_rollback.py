@@ -38,7 +38,7 @@ def test_every_distance_at_once(subject: Subject) -> None:
         memory, dict.fromkeys((sequence for pair in pairs.values() for sequence in pair), NEXT)
     )
     expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
-    for logits in found.values():  # on a GPU, bits may follow the shape of a whole step
+    for logits in found.values():  # On a GPU, bits may depend on the shape of the whole step.
         subject.assert_same(logits, expected, bits=subject.spec.device.type == "cpu")
 
 
@@ -111,7 +111,8 @@ def test_speculative_rounds(subject: Subject) -> None:
 def test_any_window_reaches_that_far(subject: Subject, window: int) -> None:
     to = 26
     tokens, n_prompt = subject.tokens(to + window), 20 if window < 20 else 50
-    far = max(to + window - 5, n_prompt)  # one by one up to where it goes back to, and at the end
+    # Feed tokens one by one up to the position to which it goes back, and at the end.
+    far = max(to + window - 5, n_prompt)
     memory = subject.memory(window)
     sequence = memory.open()
     steps = [

@@ -26,7 +26,7 @@ def test_every_split_of_a_prompt_equals_one_shot(subject: Subject) -> None:
     memory = subject.memory(WINDOW, budget="8MiB")
     sequences = [memory.open() for _ in cuts]
     found: list[list[torch.Tensor]] = [[] for _ in cuts]
-    for n in range(3):  # the n-th parts of all, in one step
+    for n in range(3):  # One step takes the n-th part of every text.
         parts = [(tokens[:first], tokens[first:second], tokens[second:])[n] for first, second in cuts]
         chosen = [i for i, part in enumerate(parts) if part]
         with memory.step({sequences[i]: parts[i] for i in chosen}, outputs="all") as step:
@@ -329,7 +329,7 @@ def test_fragments_never_lose_a_byte(subject: Subject) -> None:
     open_ones: list[Sequence] = []
     n_refused = 0
     for _ in range(120):
-        if n_refused and open_ones and rng.random() < 0.45:  # it is full from then on
+        if n_refused and open_ones and rng.random() < 0.45:  # The budget is full from then on.
             memory.close(open_ones.pop(rng.randrange(len(open_ones))))
             continue
         sequence = memory.open()

@@ -142,7 +142,8 @@ class Scene:
 
     def callback_give_way(self, missing_bytes: int) -> bool:
         """Close one of those that only fill the budget: a reclaimer."""
-        while self.ballast and self.ballast[-1].closed:  # an exception may have come before it was taken from the list
+        # An exception may have come before the sequence was taken from the list.
+        while self.ballast and self.ballast[-1].closed:
             self.ballast.pop()
         if not self.ballast:
             return False
@@ -168,7 +169,7 @@ class Scene:
     def go_on(self) -> Logits:
         """Swap all in and feed each live sequence: what comes out, by its place in the books. Each goes back first."""
         found: Logits = {}
-        while self.callback_give_way(0):  # what a prefix cache holds shall not give way instead
+        while self.callback_give_way(0):  # Otherwise checkpoints of a prefix cache would give way instead.
             pass
         handles = self._handles()
         for handle in handles:

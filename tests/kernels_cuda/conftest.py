@@ -85,7 +85,7 @@ def patched_once() -> Iterator[None]:
             module.__name__ for module in (tl, tl.core) if any(x is module for x in function.__globals__.values())
         }
         if patched and modules <= patched:
-            return interpreter._LangPatchScope()  # nothing to restore
+            return interpreter._LangPatchScope()  # There is nothing to restore.
         scope, is_kernel = patch(function), not patched
         patched.update(modules)
         if is_kernel:

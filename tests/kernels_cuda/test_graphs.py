@@ -135,7 +135,7 @@ def test_drafts_a_step_that_fails_and_two_steps_at_once(monkeypatch: pytest.Monk
     memory.check()
     twins.feed({0: 3, 1: 3}, accept={0: 2, 1: 0})
     assert twins.recorder.n_replays == 2
-    # neither plan is written over the other
+    # Neither plan may overwrite the other.
     with memory.step({sequences[1][0]: 3}) as one, memory.step({sequences[1][1]: 3}) as two:
         found = [twins.recorded(one), twins.recorded(two)]
     with plain.step({sequences[0][0]: 3, sequences[0][1]: 3}) as step:

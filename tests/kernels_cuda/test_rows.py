@@ -17,7 +17,7 @@ def test_rows_are_the_reference_s(device: torch.device, dtype: torch.dtype, n_el
     flat = torch.full((40 * n_elements * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device).view(dtype)
     expected = flat.clone()
     offsets = (torch.randperm(15, device=device) * 2 + 1) * n_elements
-    # exact in all of them: the interpreter cuts where a GPU rounds
+    # These numbers are exact in all dtypes, because the interpreter cuts where a GPU rounds.
     rows = torch.randint(0, 256, (n_elements, 15), device=device).float().T
     cuda.write_rows_(flat, offsets, rows)
     reference.write_rows_(expected, offsets, rows)

@@ -99,14 +99,14 @@ def test_what_folds_keep_aside_is_one_more_window(window: int) -> None:
             spec_of(FULL).with_storage(Quantized(4, group=64)),
         )
     )
-    row = 2 * FULL.n_kv_heads * FULL.head_dim * 2  # keys and values in bfloat16
-    kept = 4 * 2 * FULL.n_kv_heads  # and a position and a score a head
+    row = 2 * FULL.n_kv_heads * FULL.head_dim * 2  # Keys and values are in bfloat16.
+    kept = 4 * 2 * FULL.n_kv_heads  # Each head adds a position and a score.
     aside = -(-window // 32) * 32
     assert h2o["states of attention 0, H2O(64)"] == (64 + aside) * (row + kept)
     tails = "tails of attention 0, H2O(64)"
-    of_tail = row + FULL.n_query_heads * FULL.head_dim * 2  # and queries, which score rows
+    of_tail = row + FULL.n_query_heads * FULL.head_dim * 2  # Queries are added, because they score rows.
     n_more = (both[f"{tails} of 4 bits"] - h2o[tails]) / of_tail
-    assert aside <= n_more <= aside + aside / 32 + 1  # rings have a few rows to spare
+    assert aside <= n_more <= aside + aside / 32 + 1  # Rings have a few rows to spare.
     assert storage["exact pages of attention 0, 4 bits"] <= (64 + 2 * window + 16) * row
 
 

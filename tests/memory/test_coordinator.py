@@ -115,7 +115,7 @@ def test_a_ctrl_c_in_the_books_waits(
     real = getattr(owner, name)
 
     def interrupted(*arguments: object) -> object:
-        signal.raise_signal(signal.SIGINT)  # to this thread: it has arrived when this returns
+        signal.raise_signal(signal.SIGINT)  # The signal goes to this thread, and has arrived when this call returns.
         return real(*arguments)
 
     with monkeypatch.context() as patch:

@@ -278,7 +278,8 @@ def test_bytes_are_what_the_spec_says(toy: Toy) -> None:
     usage = memory.usage()
     # Layer 0: 2 heads of 4, layer 2: 1 head of 4; keys and values; float32. Every field is a multiple of 64 bytes here.
     page_bytes = 2 * page_tokens * (2 * 4 + 1 * 4) * 4
-    state_bytes = 4 * (64 // 4) * 4 + 4 * 4 * 4  # four tensors of 5 elements, each in 64 bytes, and a 4 x 4 matrix
+    # There are four tensors of 5 elements, each in 64 bytes, and a 4 x 4 matrix.
+    state_bytes = 4 * (64 // 4) * 4 + 4 * 4 * 4
     assert usage.block_bytes == {
         "pages": page_bytes,
         "states": state_bytes,
@@ -316,7 +317,7 @@ def test_a_window_costs_rows_not_states() -> None:
     most.
     """
     spec = MemorySpec(((mamba1_spec(4096, 16, 4),),), vocab_size=10, dtype=torch.bfloat16, device=torch.device("meta"))
-    memory = HybridMemory(spec, "1GiB", rollback_window=64)  # on a device that is no CPU: fold="replay"
+    memory = HybridMemory(spec, "1GiB", rollback_window=64)  # On a device that is no CPU, the default is fold="replay".
     sequence = memory.open()
     memory.run(None, {sequence: [1] * 500})
     usage = memory.usage().by_sequence[sequence.id].by_kind
@@ -570,7 +571,7 @@ def test_state_dtype_halves_the_states_and_is_checked() -> None:
     )
     assert sizes[0]["tails"] == sizes[1]["tails"]
     with halved.step({halved.open(): [1, 2, 3]}) as step:
-        rounded = Toy()(step)  # a model fits its memory whatever the dtype of the states
+        rounded = Toy()(step)  # A model fits its memory whatever the dtype of the states.
     with plain.step({plain.open(): [1, 2, 3]}) as step:
         exact = Toy()(step)
     assert torch.equal(rounded, exact), "within one step nothing is rounded"

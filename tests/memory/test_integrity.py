@@ -140,7 +140,7 @@ def test_nothing_is_found_where_nothing_is_wrong(window: int) -> None:
     for sequence in (fork, first):
         memory.rollback(sequence, to=sequence.horizon)
         memory.check()
-    for start in (0, first.length - 4):  # from 1 on there are states, and then from the end on
+    for start in (0, first.length - 4):  # From position 1 on there are states. The second run begins near the end.
         memory.drop(first, start, start + 2, approximate=True)
         memory.check()
         memory.rollback(first, to=first.horizon)

@@ -78,7 +78,7 @@ def check(subject: Subject, fold: str | None, steps: list[int]) -> None:
         except StepError:
             assert sequence.length == start - n
             memory.check()
-            with memory.step({sequence: chunk}, outputs="all") as step:  # what the message asks for
+            with memory.step({sequence: chunk}, outputs="all") as step:  # The error message asks for this.
                 found = subject.model(step)
         subject.assert_same(found, wanted)
         memory.check()

@@ -56,21 +56,21 @@ def randomise_(model: nn.Module) -> None:
     """
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
-            weight.uniform_(-3, 1)  # from states that hardly fade to some that last a token
+            weight.uniform_(-3, 1)  # States hardly fade, or last a token only, or anything between.
         elif name.endswith("recurrent_param"):
-            weight.uniform_(-4, -1)  # of RG-LRU, likewise
+            weight.uniform_(-4, -1)  # RG-LRU's decays have a range like that.
         elif name.endswith("gate_weight"):  # of RG-LRU; where its gates close, transformers' 1 - a^2 loses its digits
             weight.normal_(0, 0.3 * weight.shape[-1] ** -0.5)
         elif name.endswith("time_decay"):
-            weight.uniform_(-4, 1)  # of RWKV-4, likewise
+            weight.uniform_(-4, 1)  # RWKV-4's decays have a range like that.
         elif name.endswith("w_lora.lora.2.bias"):
-            weight.uniform_(-6, 1)  # of RWKV-7, likewise
+            weight.uniform_(-6, 1)  # RWKV-7's decays have a range like that.
         elif ".time_mix_" in name or name[:-1].endswith(".x_"):
             weight.uniform_(0, 1)
         elif name.endswith(("dt_proj.bias", "dt_proj_bias")):
             weight.normal_(-1, 0.5)
         elif name.endswith("fgate_preact.bias"):
-            weight.uniform_(1, 5)  # of xLSTM, likewise
+            weight.uniform_(1, 5)  # xLSTM's decays have a range like that.
         elif name.endswith("igate_preact.bias"):
             weight.normal_(-1, 1)
         elif name.endswith(".temp"):
@@ -86,7 +86,7 @@ def randomise_(model: nn.Module) -> None:
         elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):
             weight.normal_(float(weight.mean()), 0.2)  # around what it starts from: 1, or 0 where the norm adds the 1
         elif name.endswith("_scale"):
-            weight.normal_(1, 0.2)  # of Zaya's residual streams and router rows
+            weight.normal_(1, 0.2)  # These scale Zaya's residual streams and router rows.
         elif "adapter" in name or (name.endswith(".linear.weight") and "self_attn" not in name):
             # What Zamba2's shared blocks say is normed, however small it was: any error in it would grow from block to
             # block.
@@ -110,7 +110,7 @@ def write_checkpoint(
     model: PreTrainedModel = auto_class(config).from_config(config)
     randomise_(model)
     model.to(dtype).save_pretrained(folder, **options)  # type: ignore[arg-type]
-    if hasattr(config, "vision_config"):  # without the tower, as in a file for text alone
+    if hasattr(config, "vision_config"):  # The checkpoint has no tower, as a file for text alone.
         tensors = load_file(folder / "model.safetensors")
         kept = {name: tensor for name, tensor in tensors.items() if ".visual." not in name}
         save_file(kept, folder / "model.safetensors", {"format": "pt"})
@@ -168,7 +168,7 @@ class PeerCache:
 
     def __post_init__(self) -> None:
         self.cache = _MAKE_CACHE.get(self.model.config.model_type, _make_cache)(self.model.config)
-        # it keeps its recurrent states in its modules, not in the cache
+        # The model keeps its recurrent states in its modules, not in the cache.
         if self.model.config.model_type == "recurrent_gemma":
             self.model._setup_cache(self.model.config, 1, self.model.device, self.model.dtype)
 

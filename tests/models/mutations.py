@@ -64,7 +64,7 @@ ABSENT = object()
 
 _NOT_OPTIONS = {
     "architectures", "model_type", "transformers_version", "_name_or_path", "id2label", "label2id", "vision_config",
-    "dtype",  # how numbers are stored is `load_model`'s to choose
+    "dtype",  # `load_model` chooses how numbers are stored.
     # xLSTM's most tokens at once: with few of them transformers rounds its states in between, with 0 it never ends.
     "max_inference_chunksize",
     # How Qwen4-Exp's files are cut. They load however that is, and transformers cannot write them in no part at all.
@@ -147,7 +147,7 @@ def values_for(path: Path, value: Any) -> list[Any]:
                 if other is not ABSENT
             ]
         return lists
-    if isinstance(value, dict):  # without its text config, a model would be as large as the published one
+    if isinstance(value, dict):  # Without its text config, a model would be as large as the published one.
         return [ABSENT, *(value | scaling for scaling in _SCALINGS)] if "rope" in name else []
     return [True, False, 0, 1, 3, 0.0, 0.3, *_WORDS[:4]]
 
@@ -242,14 +242,14 @@ def judge(subject: str, changes: Changes) -> Verdict:
         except HybridMemoryError as error:
             if any(name in str(error) for name in _names(changes)):
                 return Verdict("refused", str(error))
-            if "cannot write" in str(error):  # transformers makes no file of it, so none can be loaded
+            if "cannot write" in str(error):  # transformers writes no file of it, so none can be loaded.
                 return Verdict("impossible", str(error))
             return Verdict("impossible" if expected is None else "wrong", f"refused without a name: {error}")
         except Exception as error:
             return Verdict("wrong", f"not refused, but: {type(error).__name__}: {error}")
         try:
             actual = _own_logits(model, peer)
-        except BatchError as error:  # too many tokens for it
+        except BatchError as error:  # The model does not take so many tokens.
             return Verdict("impossible" if expected is None else "wrong", str(error))
         except Exception as error:
             return Verdict("wrong", f"loaded, but the first step raises {type(error).__name__}: {error}")

@@ -81,7 +81,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     for name, buffer in peer.named_buffers():
         if name == "final_logits_bias":
             buffer.normal_()
-    if peer.config.model_type == "t5":  # its head is scaled down
+    if peer.config.model_type == "t5":  # T5's head is scaled down.
         peer.shared.weight.data.normal_(0, 2.0)
     peer.save_pretrained(folder)
     model = load_model(folder)
@@ -218,7 +218,7 @@ def test_sequences_and_models_that_do_not_fit(pair: Pair) -> None:
         with pytest.raises(BatchError):
             pair.model.encode([ids])
     if not too_long:
-        return  # T5 knows no longest sequence
+        return  # T5 has no limit for the length of a sequence.
     sequence = memory.open(encoder=encoded)
     with pytest.raises(BatchError, match="40 positions"), memory.step({sequence: draw_tokens(41)}) as step:
         pair.model(step)

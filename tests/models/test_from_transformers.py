@@ -40,7 +40,7 @@ def test_it_is_the_model_that_loading_its_checkpoint_gives(name: str, tmp_path: 
     hf_model(name).save_pretrained(tmp_path)
     from_file, loaded = load_model(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     expected = run(from_file)
-    for source in (hf_model(name), loaded):  # it remembers how its files were converted
+    for source in (hf_model(name), loaded):  # The model remembers how its files were converted.
         model = from_transformers(source)
         assert torch.equal(run(model), expected)
         assert model.memory_spec.layers == from_file.memory_spec.layers
@@ -129,7 +129,7 @@ def test_adapters_are_named_and_their_remedy() -> None:
     with pytest.raises(UnsupportedModelError, match=r"Adapted cannot be attached; .*adapter.*get_base_model"):
         attach(Adapted(model))  # type: ignore[arg-type]
     attention.q_proj = attention.q_proj.base_layer
-    model.peft_config = {"default": object()}  # PEFT leaves it there after a merge
+    model.peft_config = {"default": object()}  # PEFT leaves this attribute after a merge.
     assert torch.equal(run(from_transformers(model)), run(from_transformers(hf_model("llama"))))
 
 

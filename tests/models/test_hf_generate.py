@@ -106,7 +106,7 @@ def test_prompts_of_models_whose_single_steps_are_wrong_in_transformers(name: st
 def test_sampling_with_the_same_seed_gives_the_same_text(name: str) -> None:
     options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
     tokens, mask = padded(4, 9)
-    plain = hf_model(name)  # making it takes random numbers
+    plain = hf_model(name)  # Making it takes random numbers.
     torch.manual_seed(7)
     expected = generate(plain, tokens, mask, **options).sequences
     with attached(name, 2) as (model, cache):
@@ -149,7 +149,7 @@ def test_a_prompt_may_be_fed_in_chunks(name: str) -> None:
     """Of Mamba-1, transformers forgets the state between chunks. Row 0 has nothing but padding in the first ones."""
     tokens, mask = padded(3, 14)
     expected = generate(hf_model(name), tokens, mask)
-    # its outputs have no past_key_values, which generate wants
+    # Its outputs have no past_key_values, which `generate` needs.
     options = {} if name == "mamba" else {"prefill_chunk_size": 5}
     with attached(name, 2) as (model, cache):
         actual = generate(model, tokens, mask, **given(cache), **options)

@@ -62,7 +62,7 @@ def test_classes_that_can_be_attached_are_there() -> None:
 def test_models_take_caches_by_a_name_that_attach_knows(name: str) -> None:
     taken = inspect.signature(getattr(transformers, name).forward).parameters
     if name == "RwkvForCausalLM":
-        assert "state" in taken and CACHE_NAME not in taken  # which `attach` adds
+        assert "state" in taken and CACHE_NAME not in taken  # `attach` adds this name.
         return
     assert (MAMBA_CACHE_NAME if "Mamba" in name or "xLSTM" in name else CACHE_NAME) in taken
 

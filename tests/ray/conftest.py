@@ -18,7 +18,8 @@ from tests.ray.stores import Bucket, Folder, TestedStore
 
 def pytest_configure(config: pytest.Config) -> None:
     for ignored in ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"):
-        config.addinivalue_line("filterwarnings", ignored)  # of Ray, moto and botocore, which nobody here can mend
+        # These warnings are of Ray, moto and botocore, and nobody here can mend them.
+        config.addinivalue_line("filterwarnings", ignored)
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +42,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 def url(store: TestedStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of two replicas of the embedded model."""
     port = free_port()
-    sessions = str(tmp_path_factory.mktemp("sessions"))  # as `serve --replicas 2` gives them
+    sessions = str(tmp_path_factory.mktemp("sessions"))  # `serve --replicas 2` gives these options.
     options = fleet_options(
         replicas=2, cpus=0.5, budget="64MiB", store=store.url, lease=5.0, grace=2.0, sessions=sessions, prefix_bytes="0"
     )

@@ -79,7 +79,7 @@ def replica_processes() -> list[psutil.Process]:
     """Return the processes of this test run's replicas."""
     found = list[psutil.Process]()
     for process in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # The process has ended meanwhile.
             if "ServeReplica:hybrid-memory:replica" in " ".join(process.cmdline()):
                 found.append(process)
     return found

@@ -91,7 +91,7 @@ def test_blocks_are_stored_in_a_chain_and_removed(
         removed = missed(publisher, 6)[3:]
         assert sorted(event[1] for event in removed) == sorted(event[1] for event in stored)
         token = 10
-        while not socket.poll(2000):  # a subscriber gets the same, though it may miss the first ones
+        while not socket.poll(2000):  # A subscriber gets the same, though it may miss the first events.
             token += 1
             with LOCK:
                 prefill(model, cache, [token] * (BLOCK + 1))

@@ -30,7 +30,7 @@ def test_a_stream_goes_on_though_its_replica_is_killed_and_nothing_else_is_lost(
     right, _, _ = ask(url, messages)
     held = replicas_of(url)
     whole = stream(url, lambda: None)
-    before = replica_processes()  # found now: to look for them takes longer than a reply may last
+    before = replica_processes()  # These are looked up now, because that takes longer than a reply may last.
 
     def kill() -> None:
         for process in before:

@@ -247,7 +247,7 @@ class Machine(RuleBasedStateMachine):
         if sequence is not None and len(self.model) < 12:
             copy = self.memory.checkpoint(sequence, holds_tail=holds_tail) if mark else self.memory.fork(sequence)
             self.model[copy], self.peaks[copy] = self.model[sequence], self.peaks[sequence]
-            if mark and not holds_tail:  # it reaches its own position alone
+            if mark and not holds_tail:  # Without a tail, a checkpoint reaches only its own position.
                 self.peaks[copy] = max(self.peaks[copy], copy.length + self.window)
 
     @rule(index=INDEX, mark_index=INDEX)

@@ -23,7 +23,7 @@ def both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     config = jamba_config(**sizes, tie_word_embeddings=True)
     model = JambaForCausalLM(config)
     for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)  # no gradient shall be small by symmetry
+        parameter.data += 0.1 * torch.randn_like(parameter)  # No gradient should be small by symmetry.
     ids = torch.randint(config.vocab_size, (2, 9))
     labels = torch.where(torch.rand(2, 9) < 0.3, IGNORED, ids)
 

@@ -34,7 +34,7 @@ def read_system(value: object) -> str:
     """Read the system prompt, which is a text or a list of blocks of text. Raises ValueError.
 
     Claude Code's first block is a header for Anthropic's accounts, which differs between versions, hosts and sessions.
-    It is no text for a model. If it were told, no two sessions could share the prefix after it.
+    It is no text for a model. If a prompt contained it, no two sessions could share the prefix after it.
     """
     texts = map(_read_text, _blocks_of(value))
     return "\n\n".join(text for text in texts if not text.startswith(_BILLING))

@@ -77,7 +77,7 @@ class MessageFormat:
     n_prompt: int
     new_reader: Callable[[], Reader]
     id: str = field(default_factory=lambda: f"msg_{uuid4().hex[:24]}")
-    _open: Block | None = None  # The last block, while more of it may come.
+    _open: Block | None = None  # This is the last block, while more of it may come.
     _n_blocks: int = 0
     _n_calls: int = 0
     _reader: Reader | None = None

@@ -41,7 +41,7 @@ class OllamaFormat:
     tokens: TokenBytes
     new_reader: Callable[[], Reader] | None
     _reader: Reader | None = None
-    _calls: list[list[str]] = field(default_factory=list)  # The name and the arguments of each call so far.
+    _calls: list[list[str]] = field(default_factory=list)  # These are the name and the arguments of each call so far.
     _n_told: int = 0  # This many calls have been sent. A call is sent when it is complete.
     _reason: str | None = None
 

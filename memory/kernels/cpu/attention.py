@@ -71,7 +71,7 @@ def paged_attention(
 
 
 def biases_of(scoring: Scoring) -> Prepared:
-    """Return (1, H, L), or (queries, H, L) where each query has biases of its own; of no elements if there are none."""
+    """Return biases: (1, H, L), or (queries, H, L) if each query has its own. Without biases, the array is empty."""
     if scoring.bias_HL is None:
         return NO_BIAS
     bias = as_array(scoring.bias_HL.contiguous())

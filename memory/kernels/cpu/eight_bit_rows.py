@@ -70,7 +70,7 @@ def _put_scale(typing_context, codes, at, x):
 
 @inlined
 def _hash(row, position):
-    """Return the chance of a row's first number: 32 bits. numba computes with 64, so each product is cut."""
+    """Return the chance of a row's first number: 32 bits. numba computes with 64 bits, so each product is cut to 32."""
     x = np.uint32(np.uint32(row) * _ROW + np.uint32(position) * _POSITION)
     x = np.uint32((x ^ (x >> _16)) * _FIRST)
     x = np.uint32((x ^ (x >> _15)) * _SECOND)
@@ -79,7 +79,7 @@ def _hash(row, position):
 
 @subroutine()
 def encode_row(row, largest, codes, at, number, position):
-    """Write a row (float32) of a state from byte `at` on: codes, and the scale. It is row `number` of all."""
+    """Write a row (float32) of a state from byte `at` on: codes, then the scale. `number` is the index of the row."""
     n = len(row)
     n_whole = n // LANES * LANES
     sizes = splat(_ZERO)
@@ -124,7 +124,7 @@ def decode(codes, at, states):
 
 @compiled(ELEMENTWISE, parallel=True)
 def encode(states, largest, position, codes, at):
-    """Write a state (rows, N) from byte `at` on. It has seen `position` tokens."""
+    """Write a state (rows, N) from byte `at` on. The state has seen `position` tokens."""
     width = states.shape[1] + SCALE_BYTES
     for r in prange(len(states)):
         encode_row(states[r], largest, codes, at + r * width, r, position)

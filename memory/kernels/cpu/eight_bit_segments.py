@@ -1,4 +1,6 @@
-"""Runs `matrix_scan` over bodies of 8 bits on the CPU: short segments read them as they are, others decode them first.
+"""Runs `matrix_scan` over bodies of 8 bits on the CPU.
+
+Short segments read the codes. Long segments first decode the body to floats.
 
 How a segment is computed depends on its own length alone, so its bits do not depend on the others of the step.
 """

@@ -77,7 +77,7 @@ def _lent(typing_context, array):
 
 @untyped_intrinsic
 def _keep(typing_context, x, y):
-    """Do nothing. An array is freed after the last line that names it, so that lent arrays must be named again."""
+    """Do nothing. An array is freed after the last line that names it, so call this after its last use."""
 
     def codegen(context, builder, signature, arguments):
         return context.get_dummy_value()
@@ -87,7 +87,7 @@ def _keep(typing_context, x, y):
 
 @compiled(ELEMENTWISE, parallel=True)
 def multiply_keys(q_TGN, k_TGN, a_TGN, cu_rows, targets, ring, old, new, ring_rows, spans, keys_TGN, products):
-    """Multiply the queries of short segments, and what erases, with all keys before them. Write new keys to the ring.
+    """Multiply queries and erasing vectors of short segments with all keys before them. Write new keys to the ring.
 
     Args:
         keys_TGN: is set to the new keys, rounded to the ring's dtype.
@@ -303,7 +303,7 @@ def _read_body(codes, source, h, q, factor, y):
 
 @subroutine()
 def _add_tail(ring, block, first_slot, ring_rows, n_heads, first, weights, count, n_rows, n_own, y):
-    """Add to y what the tokens of the tail have written, weighted. Four tokens share what is loaded of y."""
+    """Add to y the weighted values that the tail's tokens have written. Parts of y are loaded once for four tokens."""
     n_fours, row, block_of_heads = count // 4 * 4, n_heads * n_rows, block + first * n_rows
     for j in range(0, n_fours, 4):
         at0 = block_of_heads + (first_slot + j) % ring_rows * row
@@ -329,7 +329,7 @@ def _add_tail(ring, block, first_slot, ring_rows, n_heads, first, weights, count
 
 @subroutine()
 def _add_new(u, count, n, weights, n_rows, n_own, y):
-    """Add to y what the segment's own tokens before token n have written, weighted."""
+    """Add to y the weighted values that the segment's own tokens before token n have written."""
     for j in range(count, n):
         _add_token(u[j - count], 0, weights, j * n_own, n_rows, n_own, y)
 

@@ -86,7 +86,7 @@ def _multiply_part(x, weights, start, n_in, n_heads, n_out, h, first, last, n_ro
             for n in range(n_in):
                 x0 = multiply_add(splat(x[at + n]), load(weights, w_own + n * n_out + e), x0)
             store(y, t * y_apart + y_own + e, x0)
-    for e in range(whole, last):  # The outputs that do not fill a vector.
+    for e in range(whole, last):  # These outputs do not fill a vector.
         for t in range(n_rows):
             at, total = t * apart + own, start[e - first]
             for n in range(n_in):

@@ -1,6 +1,6 @@
 """Computes Mamba-2's recurrence in one call on the CPU: convolution, time steps and scan.
 
-It runs these three kernels one after the other, on the same numbers, so its results have the same bits. For one token,
+It runs the three separate kernels one after the other, so its results have the same bits as theirs. For one token,
 calling a kernel from Python takes as long as the kernel itself, and here there is one call instead of three.
 """
 
@@ -44,7 +44,7 @@ class SSDLayer:
         self._weights: np.ndarray = torch.cat([x.detach().float().flatten() for x in given]).numpy()
         self._least, self._most = map(float, dt_limits)
         self._n_groups, self._activation = n_groups, activation
-        self._fitting: object = None  # The sizes that were last found to fit the weights.
+        self._fitting: object = None  # These sizes were found to fit the weights at the last check.
 
     def __call__(self, rows_TR: Tensor, window: StateSlots, state: StateSlots) -> Tensor:
         """Advance windows and states by rows. Return outputs (T, H P) in the rows' dtype.

@@ -82,7 +82,7 @@ def _rms_norm(x_at, x_stride, x_like, gate_at, gate_stride, gate_like, weight, e
 
 @subroutine(ELEMENTWISE)
 def norm_row(x, gate, weight, eps, n_part, scratch, out):
-    """Normalize each part of a row times its gate. Gate and weight may be empty. `scratch` is float32."""
+    """Multiply a row by its gate, and normalize each part of it. Gate and weight may be empty. `scratch` is float32."""
     copy_(scratch, x)
     if len(gate) > 0:
         _multiply_(scratch, gate)

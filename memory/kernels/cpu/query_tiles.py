@@ -78,7 +78,7 @@ def score_tiles(q, keys, values, rows, n_units, head_dim, scale, scores):
         for r in range(n):
             place, row = u * _STRIDE + r, np.uint64(rows[r])
             x = scores[place]
-            for e in range(whole, head_dim):  # The elements that do not fill a vector.
+            for e in range(whole, head_dim):  # These elements do not fill a vector.
                 x += q[u * head_dim + e] * get(keys, row + e)
             scores[place] = scale * x
 

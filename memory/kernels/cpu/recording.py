@@ -224,9 +224,9 @@ class _Operations(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, because nothing here is compiled.
+        """Return False: nothing here is compiled, so torch's compiler needs no instruction to skip it.
 
-        To forbid it, torch would import its compiler, which takes a second.
+        If this returned True, torch would import its compiler, which takes a second.
         """
         return False
 
@@ -238,7 +238,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _HostReads(TorchFunctionMode):
-    """Notices reads of numbers that are no operation of torch."""
+    """Notices when numbers are read without an operation of torch."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Kernels of the CPU with which a row's bits do not depend on how many rows are computed together.
+"""Defines kernels of the CPU that give a row the same bits however many rows are computed together.
 
 One kernel attends for single tokens, drafts, trees of drafts and prompts. For each query it reads rows in blocks that
 begin at the query's first row, and forms every sum in one order, so that a query has the same bits whatever step it is
@@ -227,7 +227,7 @@ def _attend_task(
 
 @subroutine()
 def _request_of(block, cu_blocks):
-    """Return the request to which a block belongs: there is none in requests without blocks."""
+    """Return the request to which a block belongs. Requests without blocks are skipped."""
     low, high = 0, len(cu_blocks) - 1
     while high - low > 1:
         middle = (low + high) // 2

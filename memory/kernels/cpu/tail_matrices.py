@@ -100,7 +100,7 @@ def _copy_state(flat, at, initial, own, n_rows, n_columns, s, is_written):
 def _copy_change(rings, blocks, slot, inputs, own, n_rows, has_b, change, is_written):
     """Read what a token changed from the rings, or write it there.
 
-    The first head and rows of a group write what it shares.
+    What a group of heads shares is written only by the task with its first head and first rows.
     """
     h, first, last = own
     key, u, log_decay, writing, found = change

@@ -224,9 +224,9 @@ def _in_every_lane(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def _of_float8(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    """Turn float8 e4m3 into float32.
+    """Turn float8 e4m3 into float32. The exponents of float8 have a bias that is 120 less than that of float32. Numbers
 
-    The bias of float8's exponents is 120 less than that of float32's. Numbers below 2**-6 have no leading one. If they
+    below 2**-6 have no leading one. If they
     are read with one, they are too large by 2**-6. (Moving the bits and multiplying by 2**120 would be shorter, but
     processors are slow for such small numbers.)
     """
@@ -258,7 +258,7 @@ def _to_int8(builder: ir.IRBuilder, x: ir.Value, chances: ir.Value) -> ir.Value:
 
 
 def _to_float8(builder: ir.IRBuilder, x: ir.Value, chances: ir.Value) -> ir.Value:
-    """Round to float8: below 2**-6 steps are equal, above, the 20 lowest bits of a float32 are what is rounded away."""
+    """Round to float8. Below 2**-6 all steps are equal; above, the 20 lowest bits of a float32 are rounded away."""
 
     def every(number: int) -> ir.Value:
         return ir.Constant(_CODES, [number] * LANES)

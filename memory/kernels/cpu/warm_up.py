@@ -98,7 +98,7 @@ def _scan_three_sums(_: Tensor) -> None:
 
 
 def _read_in_8_bits(flat: Tensor, codes: Tensor) -> None:
-    """Run over a segment that reads the body as it is, and over a long one; convolve behind a tail."""
+    """Run the kernels for states of 8 bits over a short and a long segment, and convolve behind a tail."""
     for n in (1, SHORT + 1):
         rings = flat.new_zeros(16), flat.new_zeros(1), _states[:1]
         tail = Tail(rings, (_offsets,) * 3, (_offsets,) * 3, 1, _offsets, _offsets, _offsets + n)
@@ -179,7 +179,7 @@ def warm_up(names: Iterable[str] = NAMES, dtype: torch.dtype = torch.float32) ->
 
 
 def _compile(names: list[str], dtype: torch.dtype) -> None:
-    """Compile these kernels, the longest first, while helpers begin at the other end. A failing helper does no harm."""
+    """Compile these kernels, the slowest first, while helper processes begin with the fastest. Helpers may fail."""
     progress.tell(names[0])
     seconds = sum(_RUNS[name][0] for name in names)
     n_helpers = min(_n_cores(), len(names), int(seconds / _HELPER_SECONDS)) - 1 if is_kept() else 0

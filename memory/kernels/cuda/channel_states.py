@@ -140,7 +140,7 @@ def _selective_scan(
             p = (t - start).to(tl.int32) + count
             is_body = is_channel[None, :] & (states < tl.where(p == fold, limit, 0))[:, None]
             tl.store(flat + target + at, h.to(flat.dtype.element_ty), mask=is_body)
-            # Add the rounded values that rings hold. Tokens that the new body contains may have no slot in the rings.
+            # Rows are rounded as rings store them, so that a replay adds the same. Rings have no room for folded rows.
             slot, is_kept = (first + p) % ring_rows, p >= fold
             new = keep_row(inputs, input_targets, run, slot, new, channels, n_channels, is_kept)
             time = keep_row(times, time_targets, run, slot, time, channels, n_channels, is_kept)

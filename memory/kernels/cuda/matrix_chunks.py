@@ -175,7 +175,7 @@ def _advance(
         u *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
     if ERASES:
         u = dot(tl.load(inverse + i[:, None] * CHUNK + i[None, :]), u, tl.zeros_like(value))
-    if HAS_TAIL:  # The ring holds these numbers in its own dtype, so add them as rounded.
+    if HAS_TAIL:  # The ring stores these numbers in its own dtype, so they are rounded to it before they are added.
         u = u.to(writes.dtype.element_ty)
     seen = i[:, None] >= i[None, :]
     left = tl.exp(tl.where(seen, fade[:, None] - fade[None, :], 0.0).to(tl.float32))

@@ -46,7 +46,7 @@ class ScanColumns(NamedTuple):
     "scan_columns", ScanColumns, chunk=powers_of_2(16, 64), rows=powers_of_2(16, 128), num_warps=powers_of_2(1, 16)
 )
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanColumns:
-    """Choose 32 rows: 128 columns then need more registers than an H100 has, and yet 16 rows take 1.3 times as long."""
+    """Choose 32 rows. With 128 columns that is more registers than an H100 has, but 16 rows take 1.3 times as long."""
     return ScanColumns(16, min(32, max(16, next_power_of_2(n_rows))), 4)
 
 
@@ -190,7 +190,7 @@ def _advance(
             other = _load(b, b_stride, h, rows, end, n, n_columns)
         else:
             u -= beta * found
-    if HAS_TAIL:  # The rings hold these numbers in dtypes of their own, so add them as rounded.
+    if HAS_TAIL:  # Rings store these numbers in their own dtypes, so they are rounded to these before they are added.
         u = u.to(writes.dtype.element_ty).to(tl.float32)
         if HAS_B:
             found = found.to(finds.dtype.element_ty).to(tl.float32)

@@ -167,7 +167,7 @@ def _meet_state(
     query, q_stride, reading, a_stride, rows, is_new, body, limit, initial, r, key_rows, k_stride, i,
     dtype: tl.constexpr, n_columns, ERASES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return what queries and readings find in the state, (TOKENS, ROWS) each, and their products with the keys of the
+    """Return what queries and erasing tokens read from the state, (TOKENS, ROWS) each, and products with keys of the
     new tokens, (TOKENS, TOKENS) each. Rows of the state from `limit` on are `initial`; keys are rounded to `dtype`.
     """
     out, found = tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
@@ -192,7 +192,7 @@ def _meet_tail(
     n_rows, n_columns, ERASES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Return what queries and readings find in the tail, (TOKENS, ROWS) each, and the sum of its log decays."""
+    """Return what queries and erasing tokens read from the tail, (TOKENS, ROWS) each, and the sum of its log decays."""
     total, out, found = 0.0, tl.zeros((TOKENS, ROWS), tl.float32), tl.zeros((TOKENS, ROWS), tl.float32)
     # The loop goes from the newest token to the oldest, because a token's decay is the sum over all newer tokens.
     for block in range(tl.cdiv(count, BLOCK)):
@@ -219,9 +219,9 @@ def _meet_tail(
 
 @triton.jit
 def _updates(u, erased, power, n_new, dtype: tl.constexpr, ERASES: tl.constexpr, TOKENS: tl.constexpr):
-    """Return what tokens write, (TOKENS, ROWS), rounded to `dtype`: u times `power`.
+    """Return the values that tokens write, (TOKENS, ROWS), rounded to `dtype`: u times `power`.
 
-    If tokens erase, what each finds of the earlier tokens is subtracted in turn. `erased` (TOKENS, TOKENS) has their
+    If tokens erase, what each reads of earlier tokens is subtracted, one by one. `erased` (TOKENS, TOKENS) has their
     shares.
     """
     i = tl.arange(0, TOKENS)
@@ -293,7 +293,7 @@ def _decays(p, count, end, ring, old, rows, row_stride, first, ring_rows, n_head
 
 @triton.jit
 def _keys(p, n, count, end, ring, old, rows, row_stride, first, ring_rows, ring_stride, n_columns):
-    """Load keys of positions p < end: (BLOCK, COLUMNS), rounded as in a ring, zeros elsewhere."""
+    """Load keys of positions p < end: (BLOCK, COLUMNS), rounded to the ring's dtype. Other keys are zeros."""
     is_old, is_new = (p < count) & (p < end), (p >= count) & (p < end)
     is_column = (n < n_columns)[None, :]
     at = ring + old + ((first + p) % ring_rows * ring_stride)[:, None] + n[None, :]
@@ -306,7 +306,7 @@ def _keys(p, n, count, end, ring, old, rows, row_stride, first, ring_rows, ring_
 
 @triton.jit
 def _writes(p, r, count, end, ring, old, new, first, ring_rows, ring_stride, n_rows):
-    """Load u of positions p < end: (BLOCK, ROWS), zeros elsewhere."""
+    """Load u of positions p < end, and zeros for others: (BLOCK, ROWS)."""
     mask = ((p >= 0) & (p < end))[:, None] & (r < n_rows)[None, :]
     at = ring + (tl.where(p < count, old, new) + (first + p) % ring_rows * ring_stride)[:, None] + r[None, :]
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)

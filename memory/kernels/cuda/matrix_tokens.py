@@ -100,7 +100,7 @@ def _scan_tokens(
         if HAS_TAIL:
             p = (t - start).to(tl.int32) + count
             _store(flat + target + at, s, r, tl.where(p == fold, limit, 0), n, n_columns)
-            # Add the rounded values that rings hold. Tokens that the new body contains may have no slot in the rings.
+            # Rows are rounded as rings store them, so that a replay adds the same. Rings have no room for folded rows.
             slot, is_kept, is_first = (first + p) % ring_rows, p >= fold, (tl.program_id(0) == 0) & (p >= fold)
             u = keep_row(writes, write_targets, run, slot * n_heads + h, u, r, n_rows, is_kept)
             group, is_key = slot * (n_heads // k_heads) + h // k_heads, is_first & (h % k_heads == 0)

@@ -55,7 +55,7 @@ def choose_rows(
 def _scores(
     q_THD: Tensor, weights_TH: Tensor, keys: Tensor, batch: PagedBatch, places_2T: Tensor, most: int, scale: float
 ) -> Tensor:
-    """Compute the scores (T, N) float32 of keys: the best one for NaN, and -inf behind a query's last key."""
+    """Compute the scores (T, N) float32 of keys. NaN gets the best score, keys after a query's last one get -inf."""
     n_queries, n_heads, head_dim = q_THD.shape
     q_THD = q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous()
     scores_TN = torch.empty(n_queries, most, dtype=torch.float32, device=q_THD.device)
@@ -88,7 +88,7 @@ def _score(
         s = dot(q1, tl.trans(k1), s)
     s *= scale
     weight = tl.load(weights + query * H + m, mask=m < H, other=0.0)
-    # A comparison, as a maximum may hide a NaN.
+    # This is a comparison, because a maximum may hide a NaN.
     found = tl.sum(tl.where(s < 0.0, 0.0, s) * weight[:, None], 0)
     found = tl.where(found == found, found, float("inf"))
     tl.store(scores + query * most + n, tl.where(inside, found, float("-inf")), mask=n < most)

@@ -167,7 +167,7 @@ def _stabilise(
     if HAS_TAIL:
         first, count = tl.load(firsts + run).to(tl.int32), tl.load(counts + run).to(tl.int32)
         fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
-        # The ring holds m behind each token: behind the last one of the tail, and behind the last one that folds.
+        # The ring holds m after each token. Read it after the tail's last token, and after the last one that folds.
         old = ring + tl.load(ring_sources + run) + heads
         at_fold = tl.load(old + (first + fold - 1) % ring_rows * n_heads, mask=heads < tl.where(fold > 0, n_heads, 0))
         body = tl.where(fold > 0, at_fold.to(tl.float32), m)

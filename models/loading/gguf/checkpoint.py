@@ -119,7 +119,7 @@ class GgufCheckpoint(Checkpoint):
         return self._mapped(known) if own is None else [own]
 
     def _shared_suffix(self, name: str) -> str:
-        """Return what the file appends to the name of an expert for all tokens, if there are other experts."""
+        """Return the suffix that the file gives to the name of a shared expert, if there are other experts."""
         return "_shexp" if f"blk.{layer_of(name)}.ffn_down_exps.weight" in self._file else ""
 
     def _fused(self, name: str) -> str:

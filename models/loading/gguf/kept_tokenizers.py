@@ -1,4 +1,4 @@
-"""Keeps tokenizers whose build is slow on disk, beside the kernels, for the next start.
+"""Keeps slowly built tokenizers on disk, beside the kernels, for the next start.
 
 SentencePiece's merges follow from the scores of all tokens, which for 262,144 of them takes more than a second. What is
 kept is named by the digest of the file's header, so that it belongs to no other vocabulary. It is checked when read.

@@ -158,7 +158,7 @@ def test_memory_shows_live_bytes(terminal: ReadTerminal) -> None:
     assert all(
         words in shown for words in ("main", "b *", "pages", "states", "checkpoints")
     ) and not shown.lstrip().startswith("0 B")
-    assert len(re.findall(r"(\d+) │ +[\d.]+ [KM]iB", shown)) >= 2  # tokens and bytes of each branch
+    assert len(re.findall(r"(\d+) │ +[\d.]+ [KM]iB", shown)) >= 2  # These are the tokens and bytes of each branch.
 
 
 def test_history_numbers_what_edit_takes(terminal: ReadTerminal) -> None:

@@ -301,7 +301,7 @@ def test_prompt_lookup_finds_the_latest_occurrence() -> None:
                 continue
             period = len(text) - n_gram - starts[-1]
             expected = list(text)
-            for _ in range(4):  # a draft may run over the end of the text, into itself
+            for _ in range(4):  # A draft may run over the end of the text, and repeat itself.
                 expected.append(expected[-period])
             assert found[sequence].token_ids == expected[-4:]
 

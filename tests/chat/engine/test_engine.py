@@ -92,7 +92,7 @@ def test_preemption_loses_no_work_and_changes_no_word(model: LanguageModel, monk
     engine = make_engine(model, 3 * private_bytes(model, 60))
     monkeypatch.setattr(
         "hybridmem.chat.engine.scheduling.Sizes.of", lambda self, n_tokens: 0
-    )  # let them all in at once
+    )  # This lets all of them in at once.
     wanted = submit_some(engine, model, generator, 8, 40, 30)
     run_checked(engine)
     assert_as_alone(model, wanted)
@@ -106,7 +106,7 @@ def test_preemption_loses_no_work_and_changes_no_word(model: LanguageModel, monk
 def test_those_who_had_to_leave_come_back_before_new_ones() -> None:
     model = Toy(recurrent=False)
     engine = make_engine(model, int(2.6 * private_bytes(model, 80)))
-    # expected: half of that, and so there seems to be room
+    # Half of max_tokens is expected, so there seems to be room.
     first = [engine.submit([i], max_tokens=100) for i in range(3)]
     late: list[Generation] = []
 
@@ -223,7 +223,7 @@ def test_a_reply_that_outgrows_the_memory_keeps_what_it_said() -> None:
 
 def test_a_window_of_attention_lets_long_prompts_through_small_memories() -> None:
     model = Toy(recurrent=False, window=5)
-    whole = Toy(recurrent=False).memory_spec  # layer 0 sees everything: only layer 2 forgets
+    whole = Toy(recurrent=False).memory_spec  # Layer 0 sees everything, so only layer 2 forgets.
     assert whole != model.memory_spec
     engine = make_engine(model, int(1.2 * private_bytes(model, 200)), step_tokens=256)
     generation = engine.submit([i % VOCAB for i in range(190)], max_tokens=5)
@@ -283,7 +283,7 @@ def test_short_prompts_do_not_wait_for_long_ones_nor_long_ones_for_ever() -> Non
     long = engine.submit([1] * 600, max_tokens=2)
     generator = random.Random(5)
 
-    def arrive(n: int) -> None:  # more than there is room for, all the time
+    def arrive(n: int) -> None:  # There are always more requests than there is room for.
         while engine.load.waiting < 4 and not long.is_finished:
             engine.submit(draw_prompt(generator, 40, VOCAB), max_tokens=2)
 
@@ -356,7 +356,7 @@ def test_cancel_frees_at_once_and_twice_is_once() -> None:
         assert engine.is_idle and engine.memory.usage().used_bytes == 0
     assert generation.finish_reason == "cancelled" and told == [("", None), ("", "cancelled")]
     assert engine.step() == [generation] and engine.step() == []
-    engine.cancel(make_engine(Toy()).submit([1]))  # of another engine: not ours to end
+    engine.cancel(make_engine(Toy()).submit([1]))  # This generation belongs to another engine, so nothing happens.
 
 
 def test_callbacks_may_cancel_and_submit_but_not_step() -> None:

@@ -106,7 +106,7 @@ def test_a_sequence_that_is_closed_or_spoilt_outside_ends_its_generation_alone()
     assert generations[1].finish_reason == "error" and isinstance(generations[1].error, SequenceError)
     with engine.memory.step({sequences[2]: [3]}) as step:
         Toy()(step)
-        engine.step()  # in the middle of somebody else's step
+        engine.step()  # This happens in the middle of somebody else's step.
     assert generations[2].finish_reason is None or isinstance(generations[2].error, SequenceError)
     engine.run()
     assert generations[0].token_ids == decode_alone(Toy(), [0], 9)
@@ -331,7 +331,7 @@ def test_what_a_prefix_could_not_save_is_counted_by_reason() -> None:
     engine, prompt = with_prefixes(Toy(), rollback_window=0)[0], [i % VOCAB for i in range(30)]
     engine.submit(prompt, max_tokens=1)
     run_checked(engine)
-    engine.submit(prompt[:20] + [0] * 9, max_tokens=1)  # checkpoints stand at 16 and 30
+    engine.submit(prompt[:20] + [0] * 9, max_tokens=1)  # Checkpoints stand at 16 and 30.
     run_checked(engine)
     assert engine.stats.n_reused == 16 and engine.stats.recomputed == {"no state": 4}
     # Where the other one parted, at 20, stands none: it would save less than a step costs.

@@ -162,7 +162,7 @@ def test_an_idle_server_wakes_up_for_each_request() -> None:
     async def use() -> None:
         for i in range(5):
             await asyncio.sleep(0.005)
-            # no tokenizer: no text, only an end
+            # Without a tokenizer there is no text, only an end.
             assert [piece async for piece in engine.stream([i], max_tokens=3)] == []
         assert engine.stats.finished == {"length": 5}
 
@@ -176,7 +176,7 @@ def test_threads_may_submit_and_cancel_while_another_steps() -> None:
 
     def use(seed: int) -> None:
         generator = random.Random(seed)
-        longest = engine.submit([seed], max_tokens=10**6)  # nothing but a cancellation ends it
+        longest = engine.submit([seed], max_tokens=10**6)  # Only a cancellation ends it.
         wanted.append((longest, [seed], Sampling()))
         for _ in range(24):
             prompt, sampling = (

@@ -92,7 +92,7 @@ def test_bytes_that_are_no_character_show_at_the_end_only(tokenizer: Tokenizer) 
     text_stream, pieces = stream(tokenizer, ids[:-1])
     assert pieces[:2] == ["a", "b"] and pieces[2:-1] == ["", "", ""]
     assert text_stream.text == tokenizer.decode(ids[:-1])
-    broken = [*ids[:4], *split(tokenizer, "xy")]  # a character that never becomes whole, and text behind it
+    broken = [*ids[:4], *split(tokenizer, "xy")]  # A character never becomes whole, and text follows it.
     text_stream, pieces = stream(tokenizer, broken)
     assert "".join(pieces) == tokenizer.decode(broken) and pieces[-1] == ""
 

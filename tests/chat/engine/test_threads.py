@@ -24,13 +24,13 @@ def threads() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("milliseconds", "chosen"),
     [
-        ({4: 4, 2: 5, 1: 6}, 1),  # small: the others are hardly faster
+        ({4: 4, 2: 5, 1: 6}, 1),  # The model is small, so more threads are hardly faster.
         ({4: 9, 2: 5, 1: 6}, 1),
         ({4: 20, 2: 22, 1: 40}, 2),
         ({4: 20, 2: 38, 1: 70}, 4),
-        ({4: 900, 2: 900, 1: 900}, 4),  # two are not tried: the start would take long
-        ({4: 2900, 2: 900, 1: 900}, 1),  # large, on a busy machine
-        ({4: 900, 2: 900, 1: 6}, 1),  # threads that wait for each other on a busy machine
+        ({4: 900, 2: 900, 1: 900}, 4),  # Two threads are not tried, because the start would take long.
+        ({4: 2900, 2: 900, 1: 900}, 1),  # The model is large, and the machine is busy.
+        ({4: 900, 2: 900, 1: 6}, 1),  # On a busy machine, threads wait for each other.
     ],
 )
 def test_as_few_threads_as_are_hardly_slower(milliseconds: dict[int, int], chosen: int) -> None:

@@ -144,7 +144,7 @@ def test_vllm_groups() -> None:
     """docs/design/hybrid_kv_cache_manager.md: groups as large as the smallest kind; 12 and 13 layers
     are padded to 13."""
     assert vllm_group_layers(10, 20) == 10 and vllm_group_layers(13, 12) == 13 and vllm_group_layers(0, 7) == 7
-    assert vllm_group_layers(10, 30) == 10  # Qwen3.5-35B: four groups of ten, as its users count them
+    assert vllm_group_layers(10, 30) == 10  # Qwen3.5-35B has four groups of ten, as vLLM's users count them.
 
 
 def test_vllm_sessions() -> None:

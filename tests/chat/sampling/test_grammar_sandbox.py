@@ -31,7 +31,8 @@ def test_a_grammar_that_keeps_busy_or_kills_is_refused_and_the_next_one_read(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grammars.json_schema({"type": "integer"})
-    monkeypatch.setattr(grammar_module, "find_in_grammar", lambda text: None)  # as if nobody knew this one
+    # This hides the number, as if nobody knew of it.
+    monkeypatch.setattr(grammar_module, "find_in_grammar", lambda text: None)
     for number, ask in enumerate((partial(grammars.lark, DEADLY), partial(grammars.json_schema, ENDLESS))):
         with pytest.raises(GrammarError, match="cannot be compiled within 2 seconds; ask for a simpler form"):
             ask()

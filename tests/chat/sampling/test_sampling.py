@@ -40,7 +40,7 @@ def softmax_of(kept: list[int], temperature: float = 1.0) -> Tensor:
         (Sampling(temperature=0.4), softmax_of(list(range(8)), 0.4)),
         (Sampling(temperature=2, top_k=3), softmax_of([0, 3, 6], 2.0)),
         (Sampling(temperature=1.0, top_k=99), softmax_of(list(range(8)))),
-        # probabilities 0.42 and 0.26 of the two most likely ones
+        # The two most likely tokens have the probabilities 0.42 and 0.26.
         (Sampling(temperature=1.0, top_p=0.6), softmax_of([0, 3])),
         (Sampling(temperature=1.0, top_p=0.01), softmax_of([0])),
         (Sampling(temperature=1.0, top_k=4, top_p=1.0), softmax_of([0, 3, 6, 2])),
@@ -68,7 +68,7 @@ def test_a_temperature_close_to_zero_is_greedy() -> None:
 def test_the_seed_decides_and_nothing_else() -> None:
     def draw(seed: int, n_draws: int = 50) -> list[int]:
         sampler = Sampler(Sampling(temperature=1.5, seed=seed))
-        torch.rand(3)  # the global generator has no say
+        torch.rand(3)  # The global generator has no effect.
         return [sampler.choose(LOGITS) for _ in range(n_draws)]
 
     assert draw(7) == draw(7)
@@ -99,7 +99,7 @@ def test_draws_are_the_numbers_of_one_stream_of_philox() -> None:
 def test_repetition_penalty_counts_the_prompt_and_what_was_chosen_once_each() -> None:
     sampler = Sampler(Sampling(temperature=1.0, repetition_penalty=2.0, seed=0), [0, 1, 1])
     penalised = LOGITS.clone()
-    penalised[0], penalised[1] = 1.0, -2.0  # positive ones are divided, negative ones multiplied
+    penalised[0], penalised[1] = 1.0, -2.0  # Positive scores are divided, and negative ones multiplied.
     assert torch.allclose(sampler.probabilities(LOGITS), torch.softmax(penalised, 0), atol=1e-6)
     for _ in range(2):
         sampler.add(3)
@@ -168,7 +168,7 @@ def test_an_end_token_waits_for_min_tokens_and_becomes_likelier_by_decay() -> No
     sampler = Sampler(Sampling(min_tokens=2), stop_ids=(0,))
     assert [sampler.choose(LOGITS) for _ in range(3)] == [3, 3, 0]
     decaying = Sampler(Sampling(length_decay=(2, 3.0)), stop_ids=(6,))
-    assert [decaying.choose(LOGITS) for _ in range(5)] == [0, 0, 0, 6, 6]  # 1.0 times 3 is above 2.0
+    assert [decaying.choose(LOGITS) for _ in range(5)] == [0, 0, 0, 6, 6]  # 1.0 times 3 is above 2.0.
     waiting = Sampler(Sampling(length_decay=(1, 3.0), min_tokens=4), stop_ids=(6,))
     assert [waiting.choose(LOGITS) for _ in range(5)] == [0, 0, 0, 0, 6]
 
@@ -198,7 +198,7 @@ def test_logits_that_are_not_finite_are_refused(sampling: Sampling, bad: float) 
         Sampler(sampling).choose(logits)
     with pytest.raises(StepError, match="finite"):
         Sampler(sampling).choose(torch.full((8,), float("-inf")))
-    logits[4] = float("-inf")  # a token that is ruled out is no error
+    logits[4] = float("-inf")  # A token that is ruled out is no error.
     assert Sampler(sampling).choose(logits) != 4
 
 

@@ -352,7 +352,7 @@ def test_half_open_connections_give_way(embedded: LanguageModel, tokenizer: Toke
             held.enter_context(connect(server, b"GET /", "127.0.0.8"))
         wait_until(lambda: server.metric('refused_connections_total{code="too_many_connections"}') >= 28)
         other.sendall(HEALTH[5:])
-        assert other.recv(1 << 16).startswith(b"HTTP/1.1 200")  # others' connections are their own to lose
+        assert other.recv(1 << 16).startswith(b"HTTP/1.1 200")  # A connection of another client stays open.
         assert len(server.server.connections) <= 6
 
 
@@ -374,7 +374,8 @@ def test_connections_that_are_being_answered_do_not_give_way(embedded: LanguageM
 def test_half_sent_requests_do_not_hold_up_the_end(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
     with running(embedded, tokenizer) as server:
         held = [connect(server, sent) for sent in (b"GET", post("Content-Length: 100", body=b"{"))]
-        wait_until(lambda: any(one.cycle for one in list(server.server.server_state.connections)))  # it has a head
+        # The server has received a head.
+        wait_until(lambda: any(one.cycle for one in list(server.server.server_state.connections)))
         wait_until(lambda: len(server.server.connections) == 2)
         server.server.should_exit = True
         assert [b"server_unavailable" in read_all(connection) for connection in held] == [False, True]

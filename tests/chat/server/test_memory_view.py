@@ -59,7 +59,7 @@ def test_nothing_is_counted_while_nobody_listens(server: Running) -> None:
     response = connection.getresponse()
     first = json.loads(response.readline().decode().removeprefix("data: "))
     server.chat("My dog is called Rex.")
-    lines = iter(response.readline, b"")  # which fails if nothing comes for as long as a test waits
+    lines = iter(response.readline, b"")  # Reading a line fails if nothing comes for as long as a test waits.
     events = (json.loads(line[6:]) for line in lines if line.startswith(b"data: "))
     assert any(event["engine"]["n_steps"] > first["engine"]["n_steps"] for event in events)
     response.close()
@@ -78,7 +78,7 @@ def test_an_arena_of_many_ranges_is_drawn_in_cells(embedded: LanguageModel) -> N
     inventory = memory.counters.inventory().frozen()
     used = memory.counters.used_bytes
     for sequence in sequences[::2]:
-        memory.close(sequence)  # what was frozen stays
+        memory.close(sequence)  # Frozen data stays as it is.
     arena = arena_of(inventory)
     assert not arena["is_exact"] and len(arena["starts"]) <= MOST_RANGES + 2
     assert in_use(arena) == pytest.approx(used, rel=0.01) and SEVERAL in arena["owners"]

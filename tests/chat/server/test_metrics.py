@@ -67,7 +67,7 @@ def test_names_of_vllm_say_the_same_as_ours(embedded: LanguageModel, tokenizer: 
 def test_metrics_wait_for_no_step(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
     with running(embedded, tokenizer) as server:
         server.chat()
-        with server.engine.lock:  # as a step holds it
+        with server.engine.lock:  # A step holds this lock, too.
             assert server.call("GET", "/metrics").status == 200
 
 

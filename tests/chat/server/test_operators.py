@@ -187,7 +187,7 @@ def test_embeddings(server: Running) -> None:
         assert answer["usage"]["total_tokens"] > 0
         return [each["embedding"] for each in answer["data"]]
 
-    long = "My cat is called Zoe. " * 60  # in several chunks
+    long = "My cat is called Zoe. " * 60  # This prompt takes several chunks.
     cat, dog, again = (
         np.array(vector) for vector in embed(["My cat is called Zoe.", "What?", "My cat is called Zoe."])
     )

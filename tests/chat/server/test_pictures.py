@@ -153,7 +153,7 @@ def test_stored_responses_go_on_behind_a_picture(server: Running, model: Languag
     details = second.json["usage"]["input_tokens_details"]
     assert details["cached_tokens"] > N_ROWS and "continues from" in second.json["hybrid_memory"]["history"]
     server.forget()
-    again = post(server, more, "/v1/responses")  # its prompt is computed again, from the picture that is stored
+    again = post(server, more, "/v1/responses")  # Its prompt is computed again from the stored picture.
     assert again.json["output"][0]["content"] == second.json["output"][0]["content"]
     items = server.call(
         "GET", f"/v1/responses/{second.json['id']}/input_items", headers={"Authorization": f"Bearer {KEYS[0]}"}

@@ -20,7 +20,7 @@ def test_log_probabilities_are_those_of_the_tokens_of_the_reply(plain_server: Ru
     assert "".join(entry["token"] for entry in entries) == found["message"]["content"] == NOTED
     for entry in entries:
         assert bytes(entry["bytes"]).decode() == entry["token"] and len(entry["top_logprobs"]) == 3
-        assert entry["top_logprobs"][0]["logprob"] == pytest.approx(entry["logprob"])  # the reply is greedy
+        assert entry["top_logprobs"][0]["logprob"] == pytest.approx(entry["logprob"])  # The reply is greedy.
         assert -10 < entry["logprob"] <= 0
     assert plain_server.choice()["logprobs"] is None
 

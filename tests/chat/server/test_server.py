@@ -449,7 +449,7 @@ def test_a_body_that_is_too_large(
     """Also where nobody says how large it will be.
     Who is told after a little more than that may find the connection closed.
     """
-    monkeypatch.setattr(guard, "_DRAIN_SECONDS", PATIENCE_SECONDS)  # this client and the server share a processor
+    monkeypatch.setattr(guard, "_DRAIN_SECONDS", PATIENCE_SECONDS)  # This client and the server share a processor.
     body = b'{"model": "' + b"a" * (n_bytes - 13) + b'"}'
     try:
         answer = post(server, body if is_declared else (body[i : i + 5000] for i in range(0, n_bytes, 5000)))
@@ -554,7 +554,7 @@ def test_who_goes_while_it_sends(embedded: LanguageModel, tokenizer: Tokenizer) 
         connection.putheader("Content-Type", "application/json")
         connection.putheader("Content-Length", "100")
         connection.endheaders(b"{")
-        assert server.chat().status == 200  # what is half sent has no place
+        assert server.chat().status == 200  # A half-sent request takes no place.
         connection.close()
         assert server.chat().status == 200
 
@@ -689,7 +689,7 @@ def test_a_memory_that_cannot_hold_it(embedded: LanguageModel, tokenizer: Tokeni
         answer = server.chat("cat " * limit)
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
         n_before = server.chat().status == 200 and server.prefixes.stats().n_checkpoints
-        # whether they are tokens, nobody asks
+        # Nobody checks whether these are tokens of the model.
         answer = post(server, {"model": MODEL, "prompt": [10**9] * 50_000}, "/v1/completions")
         assert (answer.status, answer.error["code"]) == (
             400,

@@ -64,7 +64,7 @@ def test_a_cut_reply_says_so(plain_server: Running) -> None:
     found = plain_server.choice(guided_json=PERSON, max_tokens=3)
     assert found["finish_reason"] == "length"
     found = plain_server.choice(guided_json=PERSON, stop='"name"')
-    assert found["finish_reason"] == "length"  # the stop string is in the middle of the object
+    assert found["finish_reason"] == "length"  # The stop string is in the middle of the object.
 
 
 def test_a_grammar_changes_no_other_reply(plain_server: Running) -> None:

@@ -84,7 +84,7 @@ def test_a_text_that_no_context_can_hold_is_not_tokenised(embedded: LanguageMode
             assert n_least is not None and 800_000 <= int(n_least[1]) * find_longest_token(watched) < 801_000
             assert "maximum context length is 512 tokens" in answer.error["message"]
         assert watched.encoded == ["a"]
-        prompts = ["a " * (most // 4)] * 3  # each may be as long
+        prompts = ["a " * (most // 4)] * 3  # Each of the prompts may be as long as this.
         answer = server.call("POST", "/v1/completions", {"model": MODEL, "prompt": prompts})
         assert answer.error["code"] == "context_length_exceeded" and watched.encoded[1:] == prompts
 
@@ -100,7 +100,7 @@ def test_short_texts_do_not_wait_for_long_ones(embedded: LanguageModel, watched:
     with running(embedded, watched, ServerOptions(max_requests=4)) as server, ThreadPoolExecutor(4) as clients:
         long = [clients.submit(complete, server, f"{LONG}{i}") for i in range(3)]
         refused = next(as_completed(long, timeout=PATIENCE_SECONDS))
-        assert refused.result() == 429  # half of the places are for the others
+        assert refused.result() == 429  # Half of the places are kept for other requests.
         wait_until(lambda: any(text.startswith("x") for text in watched.encoded))
         assert [complete(server, "My") for _ in range(3)] == [200] * 3
         watched.may_go.set()
@@ -224,7 +224,7 @@ def test_a_list_that_no_context_can_hold_is_not_parsed(
         assert (answer.status, answer.error["param"], parsed) == (400, "messages", [])
         stop = [","] * 4
         prompts: tuple[Any, ...] = ([5] * 511, [[5] * 511] * 2, "," * 300)
-        for prompt in prompts:  # many commas, and yet none too many
+        for prompt in prompts:  # There are many commas, but not too many.
             assert (
                 server.call(
                     "POST", "/v1/completions", {"model": MODEL, "prompt": prompt, "stop": stop, "max_tokens": 1}

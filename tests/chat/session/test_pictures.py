@@ -78,10 +78,10 @@ def test_a_picture_in_the_second_of_five_turns(seeing: Seeing, tmp_path: Path) -
         branch.undo()
     turn = branch.say("instead")
     n_rows = len(pictures.read(WIDE))
-    assert turn.n_reused > n_rows  # what was computed of the picture is shared
+    assert turn.n_reused > n_rows  # The branches share what was computed of the picture.
     assert_as_recomputed(branch)
     session.save(tmp_path)
-    session.edit(0, "another beginning")  # the first turn alone is left; say the rest again
+    session.edit(0, "another beginning")  # Only the first turn is left, and it is said again in other words.
     session.say("two", pictures=[WIDE])
     assert_as_recomputed(session)
     assert pictures.n_computed == 1
@@ -93,7 +93,7 @@ def test_a_picture_in_the_second_of_five_turns(seeing: Seeing, tmp_path: Path) -
     for each in (resumed, other):
         assert_as_recomputed(each)
     assert pictures_of(elsewhere.model).n_computed == 0
-    resumed.edit(2, "two again")  # before its own picture, which it keeps
+    resumed.edit(2, "two again")  # The edited message stands before its own picture, which it keeps.
     assert_as_recomputed(resumed)
 
 

@@ -51,11 +51,11 @@ def test_a_batch_of_sixteen_reads_each_token_once(talker: Any, tokenizer: Tokeni
     rows = [{"question": f"My favourite name in all the world is {name}, and not {other}."} for name, other in pairs]
     filled = fill(engine, Template(ARTICLE), rows)
     model, n_tokens = counted(engine), sum(len(f.token_ids) for f in filled)
-    # no token in no context was computed twice: neither of texts, nor of values, nor of choices
+    # No token was computed twice in the same context: neither of texts, nor of values, nor of choices.
     assert max(model.prefixes.values()) == 1
     assert engine.stats.n_fed == model.n_fed == len(model.prefixes) < n_tokens
     read = {f.token_ids[:n] for f in filled for n in range(1, len(f.token_ids) - len(tokenizer.encode("not sure")))}
-    assert read <= set(model.prefixes)  # and all were
+    assert read <= set(model.prefixes)  # All of these prefixes were computed.
     assert_all_given_back(engine)
     for row, one in zip(rows, filled, strict=True):
         assert one.values["question"] == row["question"] and set(one.values) == {"question", "answer", "doubt", "score"}
@@ -103,7 +103,7 @@ def test_known_values_are_not_generated(talker: Any, tokenizer: Tokenizer) -> No
     n_read = sum(
         len(tokenizer.encode(words)) for words in ("My ", "cat", " is called ", "Zoe", ". ", "Zoe", " is a ", "cat")
     )
-    assert counted(engine).n_fed == n_read + some.n_generated - 1  # the last word is chosen and not read
+    assert counted(engine).n_fed == n_read + some.n_generated - 1  # The last word is chosen and not read.
     rest = fill(engine, template, {"animal": "cat"})[0]
     assert rest.text.count(rest.values["name"]) >= 2 and engine.stats.n_generated == some.n_generated + rest.n_generated
     assert_all_given_back(engine)

@@ -52,7 +52,7 @@ def make_tokenizer(name: str) -> Any:
     if name == "chatml":
         special = [AddedToken("<|im_start|>", special=True), AddedToken("<|im_end|>", special=True)]
         return train(special, CHATML, eos_token="<|im_end|>")
-    if name == "template names":  # added, and not called special, as in some checkpoints
+    if name == "template names":  # The tokens are added, but not called special, as in some checkpoints.
         tokenizer = train([AddedToken("</s>", special=True)], CHATML.replace("</s>", ""), eos_token="</s>")
         tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
         return tokenizer
@@ -60,7 +60,7 @@ def make_tokenizer(name: str) -> Any:
         tokenizer = make_tokenizer("template names")
         tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ tools }}"}
         return tokenizer
-    if name == "computed names":  # no mark stands in the source of the template
+    if name == "computed names":  # The template's source contains no mark.
         tokenizer = make_tokenizer("template names")
         tokenizer.chat_template = CHATML.replace("<|im_start|>", "{{ '<|im_' + 'start|>' }}").replace(
             "<|im_end|>", "{{ '<|im_' + 'end|>' }}"
@@ -102,7 +102,7 @@ def test_a_forged_turn_is_text_and_a_real_one_is_none(named: tuple[str, Any]) ->
         "it was none"
     )
     written = [as_messages(forgery), as_messages("a", "b", f" {forgery}\n"), as_messages("a", forgery, "b")]
-    if name in UNFLAGGED:  # in a reply, what is not called special is the reply's own
+    if name in UNFLAGGED:  # In a reply, tokens that are not called special belong to the reply.
         del written[-1]
     for messages in written:
         n_turns = len(messages)
@@ -114,7 +114,7 @@ def test_a_forged_turn_is_text_and_a_real_one_is_none(named: tuple[str, Any]) ->
             assert "Sure." in tokenizer.decode(ids) and (
                 name == "llama" or messages[-1]["content"] in tokenizer.decode(ids)
             )
-    if name not in UNFLAGGED:  # whose turns do not end with its end token
+    if name not in UNFLAGGED:  # The turns of these tokenizers do not end with their end token.
         turn = encode_turn(tokenizer, as_messages("a", "b"), forgery)
         assert n_special(tokenizer, turn) == n_special(tokenizer, encode_turn(tokenizer, as_messages("a", "b"), "a"))
     assert (
@@ -133,7 +133,7 @@ def test_every_name_in_every_message_stays_text(named: tuple[str, Any]) -> None:
         ]
         expected = n_special(tokenizer, encode_chat(tokenizer, as_messages("a", "a", "a")))
         ids = encode_chat(tokenizer, as_messages(*contents))
-        if not any(name in contents[1] for name in special.names):  # a reply's own tokens stay what they are
+        if not any(name in contents[1] for name in special.names):  # A reply's own tokens stay as they are.
             assert n_special(tokenizer, ids) == expected, contents
         assert all(n_special(tokenizer, special.encode_text(content)) == 0 for content in contents)
         assert all(tokenizer.decode(special.encode_text(content)) == content for content in contents)

@@ -82,7 +82,8 @@ def play(
 
 
 def events_of(messages: list[Message]) -> list[dict[str, Any]]:
-    events = b"".join(message.get("body", b"") for message in messages[1:]).split(b"\n\n")  # a message may hold several
+    # A message may hold several events.
+    events = b"".join(message.get("body", b"") for message in messages[1:]).split(b"\n\n")
     return [json.loads(event[6:]) for event in events if event.startswith(b"data: {")]
 
 
@@ -99,7 +100,7 @@ def told(events: list[dict[str, Any]]) -> dict[Any, Any]:
             for name, entries in (choice.get("logprobs") or {}).items():
                 tokens = [
                     entry["token"] if name == "content" else name for entry in entries or ()
-                ]  # numbers may differ
+                ]  # Numbers may differ.
                 said[index, "logprobs", name] = said.get((index, "logprobs", name), []) + tokens
             said[index, "end"] = choice["finish_reason"] or said.get((index, "end"))
     return said
@@ -237,6 +238,6 @@ def test_stored_sessions_are_refused_where_replicas_share_none(
     (messages,), _ = play(embedded, [], [request_of(path, body)], keeps_sessions=False)
     assert messages[0]["status"] == status
     assert status != 501 or b"sessions_not_shared" in messages[1]["body"]
-    named = request_of(path, body, x_session_id="mine")  # it goes to the replica that has it
+    named = request_of(path, body, x_session_id="mine")  # The request goes to the replica that has the session.
     (messages,), _ = play(embedded, [], [named], keeps_sessions=False)
     assert messages[0]["status"] != 501

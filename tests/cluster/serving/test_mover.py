@@ -32,7 +32,7 @@ def test_logits_after_a_move_are_the_same_bits(embedded: LanguageModel, tmp_path
     mark = here.checkpoint(sequence, holds_tail=True)
     write = here.archive.pack(mark)
     here.close(mark)
-    here.run(embedded, {sequence: [1, 2, 3]})  # what was packed does not change any more
+    here.run(embedded, {sequence: [1, 2, 3]})  # The packed copy does not change any more.
     write(str(tmp_path / "moved.safetensors"))
     moved = there.archive.open(there.archive.read(tmp_path / "moved.safetensors"))
     assert moved.length == 100 and here.archive.signature == there.archive.signature

@@ -84,7 +84,7 @@ class Pair:
                 found.append(self.subject.model(step))
                 try:
                     step.accept({p[side]: n for p, n in zip(chosen, kept, strict=True)})
-                except RollbackError:  # both or neither, as their lengths show
+                except RollbackError:  # Both memories refuse or neither does, as the lengths show.
                     found.append(torch.zeros(0))
         assert len(found) in (2, 4) and torch.isfinite(found[0]).all()
         assert torch.equal(found[0], found[len(found) // 2]), "what was remembered depends on where it is"
@@ -96,7 +96,7 @@ class Pair:
         assert self.moving.resume_point(moving, wanted) == to
         self.moving.rollback(moving, to=to)
         self.staying.rollback(staying, to=to)
-        # through a checkpoint it may have come to where that is
+        # By a return to a checkpoint, a sequence may have changed its place.
         self.hosted = {p[0] for p in self.pairs if p[0].is_on_host}
 
     def fork(self) -> None:
@@ -167,7 +167,7 @@ def test_a_sequence_goes_on_bit_for_bit_wherever_it_is(kind: str, tmp_path: Path
     pair = Pair(make_subject(kind, tmp_path), seed=KINDS.index(kind))
     for _ in range(3):
         pair.open()
-    pair.moving.to_host(pair.pairs[0][0])  # empty: it begins there
+    pair.moving.to_host(pair.pairs[0][0])  # The sequence is empty, so it begins in host memory.
     pair.hosted.add(pair.pairs[0][0])
     acts = (
         [pair.step] * 5 + [pair.move] * 3 + [pair.rollback, pair.fork, pair.reorder, pair.swap, pair.save, pair.close]
@@ -209,7 +209,7 @@ def test_pages_are_where_they_are_said_to_be() -> None:
     near, far = (bytes_of(memory).view(torch.float32) for bytes_of in (arena_bytes, host_bytes))
     free = torch.isnan(near)
     fork = memory.fork(sequence)
-    near[: near.numel() // 2] = torch.nan  # pages are at the low end, states at the high one
+    near[: near.numel() // 2] = torch.nan  # Pages are at the low end, and states at the high end.
     assert not free.all() and not torch.isnan(far).all()
     assert torch.equal(memory.run(model, {fork: [3, 5]}), expected)  # type: ignore[arg-type]
     far[:] = torch.nan

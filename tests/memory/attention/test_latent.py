@@ -164,7 +164,7 @@ def test_a_policy_chooses_as_if_the_values_were_rows_of_their_own(policy: Evicti
     row_bytes = 2 * 8 * 4
     assert (
         bytes_held[0][states] - bytes_held[1][states] == (9 + 8) * row_bytes
-    )  # the budget, and what two folds may have evicted within a window of 6
+    )  # These are the budget, and the rows that two folds may have evicted within a window of 6.
     assert bytes_held[0][tails] / bytes_held[1][tails] == (4 / 3 if policy.needs_queries else 2)
 
 

@@ -156,7 +156,7 @@ def test_a_plan_that_fails_sets_nothing_aside(monkeypatch: pytest.MonkeyPatch) -
     used_bytes = memory.usage().used_bytes
     with monkeypatch.context() as patch:
         patch.setattr("hybridmem.memory.attention.selection.PageChoice", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError), memory.step({sequence: [1]}):  # the 54th token folds a group
+        with pytest.raises(ZeroDivisionError), memory.step({sequence: [1]}):  # The 54th token folds a group.
             pass
     assert memory.usage().used_bytes == used_bytes and sequence.length == 53
     memory.check()

@@ -215,7 +215,7 @@ def test_after_a_rollback_bits_are_those_of_a_sequence_that_never_saw_what_was_d
         memory = model.memory()
         sequence = memory.open()
         feed(model, memory, sequence, tokens[:41], (30, 11))
-        if seed is not None:  # back over three pages that were full, then over tokens that fill the cut one differently
+        if seed is not None:  # Go back over three full pages, and then over tokens that fill the cut page differently.
             dropped = torch.randint(0, N_TOKENS, (13,), generator=torch.Generator().manual_seed(seed)).tolist()
             memory.rollback(sequence, to=30)
             feed(model, memory, sequence, dropped, (3, 9, 1))

@@ -98,7 +98,7 @@ def test_a_neighbour_that_reads_everything_changes_no_bit() -> None:
     own, rows, few = memory(), Rows(1), Rows(2)
     long, short, alone = own.open(), own.open(), own.open()
     feed(own, (long, rows, 12), (alone, rows, 12))
-    for end in (13, 14, 15):  # some complete a span, some do not
+    for end in (13, 14, 15):  # Some of these tokens complete a span, and some do not.
         (expected,) = feed(own, (alone, rows, end))
         found, other = feed(own, (long, rows, end), (short, few, short.length + 1))
         assert torch.equal(found, expected)
@@ -144,7 +144,7 @@ def test_one_key_is_kept_for_a_span() -> None:
     pages = []
     for end in (2, 3, 12, 14, 15):
         feed(own, (sequence, rows, end))
-        pages.append(own.counters.bytes_by_pool()["pages of index"] // 64)  # four keys of 16 bytes
+        pages.append(own.counters.bytes_by_pool()["pages of index"] // 64)  # A page has four keys of 16 bytes.
     assert pages == [0, 1, 1, 1, 2]
 
 

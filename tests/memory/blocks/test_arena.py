@@ -288,7 +288,7 @@ def test_a_check_looks_at_each_free_range_once() -> None:
     for n_ranges in (200, 400):
         arena = Arena(2 * n_ranges * UNIT)
         arena.allocate_many(n_ranges, UNIT, from_top=False)
-        arena.allocate_many(n_ranges, UNIT, from_top=True)  # each kind of heap is there
+        arena.allocate_many(n_ranges, UNIT, from_top=True)  # Now each kind of heap exists.
         for start in range(0, 2 * n_ranges, 2):
             arena.free(Counted(start * UNIT), UNIT)
         Counted.n_compared = 0

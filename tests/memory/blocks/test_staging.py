@@ -49,7 +49,7 @@ def test_a_plan_that_is_handed_over_and_then_fails_leaves_its_place_once(monkeyp
     with pytest.raises(MemoryError), in_one_copy(stages) as handed_over:
         raise MemoryError
     assert handed_over is not None
-    handed_over.close()  # as the step does that it was handed to
+    handed_over.close()  # A step that gets a stage closes it, too.
     assert stages.take() is handed_over
     assert stages.take() is not handed_over
 

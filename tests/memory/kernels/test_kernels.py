@@ -225,7 +225,7 @@ def test_capped_scores_sinks_and_biases(softcap: float | None, has_sinks: bool, 
     expected = torch.cat(outputs)
     for kernels in (reference, cpu):
         assert_kernel_close(pages.attend(kernels, window=window), expected)
-    for i in range(len(LENGTHS)):  # alone, a request's heads are divided among tasks
+    for i in range(len(LENGTHS)):  # Heads of a request that runs alone are divided among tasks.
         start, end = pages.batch.cu_seqlens[i : i + 2].tolist()
         assert_kernel_close(pages.attend(cpu, only=i, window=window), expected[start:end])
 
@@ -287,7 +287,7 @@ def test_attention_needs_no_more_bytes_the_more_rows_there_are(
         largest = Largest()
         with largest:
             pages.attend(kernels, window=window)
-        # a mask of all of them has 12 MB and 36 MB, and so have the scores of each head
+        # A mask of all rows has 12 MB or 36 MB, and so have the scores of each head.
         assert largest.n_bytes <= 8 << 20
 
 
@@ -628,7 +628,7 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
     tensors = StateTensor("total", (3,), initial=-1.5), StateTensor("previous", (1, 2), second_dtype, initial=0.25)
     spec, rows = RecurrentSpec("blend", (3,), tensors), torch.randn(sum(lengths), 3)
     slots = [Slots(t.shape, lengths, t.dtype or torch.float32, t.initial) for t in tensors]
-    if second_dtype == torch.float32:  # states of one element size share their offsets
+    if second_dtype == torch.float32:  # States of one element size share their offsets.
         slots[0] = Slots((3,), lengths, initial=-1.5)
         slots[1].sources, slots[1].targets, slots[1].before = (
             slots[0].sources,

@@ -68,7 +68,7 @@ def test_attention_over_pages(bias: str, softcap: float | None, sinks: str) -> N
     for window in (None, 90):
         expected = pages.attend(reference, window=window)
         assert_same(pages.attend(cpu, window=window), expected)
-        for i in (0, 2):  # alone, a request's heads are divided among tasks
+        for i in (0, 2):  # Heads of a request that runs alone are divided among tasks.
             own = slice(*pages.batch.cu_seqlens[i : i + 2].tolist())
             assert_same(pages.attend(cpu, only=i, window=window), expected[own])
 
@@ -122,7 +122,7 @@ def test_pages_of_each_head(kernels: Kernels) -> None:
     rows_GRD, q = torch.randn(2, 140, 8), torch.randn(1, 4, 8).abs()
     rows_GRD[1, :128] = -INF
     keys, values = rows_GRD.reshape(-1), torch.randn(2, 140, 8).reshape(-1)
-    # head 1 counts from its own pages on
+    # Head 1 counts from its own pages on.
     pages_GP = torch.stack([torch.arange(35) * 32, 140 * 8 - 32 + torch.arange(35) * 32])
     batch = PagedBatch(cumulate((1,)), cumulate((140,))[1:], pages_GP, cumulate((35,)), page_tokens=4)
     k, v = (x.view(2, 140, 8).transpose(0, 1) for x in (keys, values))

@@ -72,7 +72,7 @@ def test_a_query_chooses_among_the_spans_that_end_before_it(kernels: Kernels, sp
 @BOTH
 def test_a_row_whose_key_is_nan_is_chosen(kernels: Kernels) -> None:
     keys = Keys(2, 8, 4)
-    row = 2  # of the second request, whose pages follow the first one's
+    row = 2  # This row is of the second request, whose pages follow those of the first.
     at = int(keys.batch.pages[keys.batch.cu_pages[1]]) + row * 8
     keys.arena[at] = torch.nan
     assert row in keys.chosen(kernels, 4).tolist()[1:9]

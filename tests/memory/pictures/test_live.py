@@ -51,7 +51,7 @@ def test_a_watch_draws_when_something_has_changed_and_ends_with_the_memory() -> 
     a = memory.open()
     memory.run(None, {a: [1] * 10})
     assert one.refresh() and len(shown) == 2 and "sequence 0, 10 tokens" in shown[1]
-    memory.run(None, {a: [1]})  # within a page: no byte more
+    memory.run(None, {a: [1]})  # The token fits into the page, so no byte is added.
     assert one.refresh() and len(shown) == one.n_drawn == 3
     memory.close_all()
     assert not one.refresh() and len(shown) == 3

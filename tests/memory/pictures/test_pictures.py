@@ -178,7 +178,7 @@ def test_a_state_that_is_stale_after_a_rollback_is_drawn_as_that() -> None:
 
 
 def test_rows_fold_where_the_grid_says() -> None:
-    memory = make(HYBRID, fold="replay")  # folds every 4 tokens
+    memory = make(HYBRID, fold="replay")  # Rows fold every 4 tokens.
     s = memory.open()
     memory.run(None, {s: [1] * 51})
     figure = layer_map(memory, s)

@@ -12,7 +12,7 @@ from tests.inside import outside_ascending
 from tests.memory.prefix.test_outside import WINDOW, run
 from tests.subjects import Subject, make_subject
 
-PROMPTS = [[first, *range(10), *range(10)] for first in range(6)]  # which share nothing
+PROMPTS = [[first, *range(10), *range(10)] for first in range(6)]  # These prompts share nothing.
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_what_is_outside_takes_no_more_than_it_may_and_the_oldest_goes_first(toy
         push_out(cache)
         run(toy, cache, [PROMPTS[0]])
         push_out(cache)
-        assert kept_of(cache) == [0, 3, 5]  # used again, 3 is worth more than 4
+        assert kept_of(cache) == [0, 3, 5]  # Prompt 3 was used again, so it is worth more than 4.
 
 
 def test_what_is_larger_than_all_room_outside_is_closed(toy: Subject) -> None:
@@ -80,7 +80,7 @@ def test_a_full_host_takes_room_from_what_is_cached(toy: Subject) -> None:
         memory.swap_out(guest)
         memory.check()
         assert kept_of(cache) == [1, 2] and cache.stats().n_evicted == 1
-        del cache  # and nobody who is gone is asked for room
+        del cache  # A cache that is gone is asked for no room.
         memory.swap_in(guest)
         memory.check()
 
@@ -93,7 +93,7 @@ def test_what_takes_longer_to_read_than_to_compute_is_not_kept_outside(toy: Subj
         run(toy, cache, PROMPTS[:2])
         push_out(cache)
         assert kept_of(cache) == [0, 1]
-        run(toy, cache, PROMPTS[:1])  # read back
+        run(toy, cache, PROMPTS[:1])  # The checkpoint is read back.
         push_out(cache)
         assert kept_of(cache) == [1] and cache.stats().n_evicted == 1
         cache.note_speed(1e6)
@@ -141,7 +141,7 @@ def test_checkpoints_behind_a_prefix(toy: Subject) -> None:
             return [checkpoint.length for checkpoint in cache.checkpoints_behind(tokens)]
 
         assert sorted(lengths([1] * 5)) == [8, 16, 16, 20, 20]
-        assert lengths([1] * 12) == [16, 20, 16, 20]  # those of the second prompt were made last
+        assert lengths([1] * 12) == [16, 20, 16, 20]  # The checkpoints of the second prompt were made last.
         assert lengths([1] * 12 + [2]) == [16, 20]
         assert lengths([1] * 20) == lengths([1] * 13 + [2]) == lengths([3]) == []
 

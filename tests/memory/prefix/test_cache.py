@@ -112,7 +112,7 @@ def test_the_same_prompt_again_costs_one_token(subject: Subject) -> None:
     _, again = prefill(subject, cache, tokens)
     subject.assert_same(again, logits)
     assert cache.stats().n_checkpoints == 1
-    lookup = cache.find(tokens[:37])  # within the window behind the checkpoint
+    lookup = cache.find(tokens[:37])  # The position is within the window behind the checkpoint.
     assert lookup.reused == 36
     assert first.tokens.tolist() == tokens
 
@@ -138,7 +138,7 @@ def test_a_prompt_that_parts_before_the_window_says_why_it_computes_again(tmp_pa
     cache, tokens = PrefixCache(subject.memory(WINDOW), grid_tokens=16), subject.tokens(60)
     prefill(subject, cache, tokens)
     lookup = cache.find([*tokens[:30], (tokens[30] + 1) % VOCAB, 5])
-    assert lookup.reused == 30  # from 32, two tokens back
+    assert lookup.reused == 30  # The checkpoint at 32 is rolled back by two tokens.
     lookup = cache.find([*tokens[:22], (tokens[22] + 1) % VOCAB, 5])
     assert (lookup.by_attention, lookup.by_recurrent, lookup.reused) == (22, 16, 16)
     assert lookup.why.endswith("recurrent states were kept at 16, and tokens 16 ... 21 are computed again")
@@ -190,7 +190,7 @@ def test_of_equal_checkpoints_the_one_not_used_goes_first(tmp_path: Path) -> Non
     subject = make_subject("toy", tmp_path)
     need = subject.memory(WINDOW)
     subject.feed(need, need.open(), [subject.tokens(41)])
-    # no lots: a checkpoint is more
+    # Checkpoints are not freed in lots here, because one is larger than a lot.
     cache = PrefixCache(subject.memory(WINDOW, budget=20 * need.usage().used_bytes), grid_tokens=0)
     prompts = [[seed, *subject.tokens(40, seed=seed)] for seed in range(4)]
     for tokens in prompts:
@@ -253,7 +253,7 @@ def test_owners_of_nothing_are_forgotten(way: str, tmp_path: Path) -> None:
     del owner
     assert gone() is not None
     if way == "close":
-        cache.memory.close_all()  # before the cache, which then cannot give anything back
+        cache.memory.close_all()  # The memory is closed before the cache, which then has nothing to give back.
     (cache.reclaim(10**9) if way == "reclaim" else getattr(cache, way)())
     gc.collect()
     assert gone() is None
@@ -313,7 +313,7 @@ def test_what_is_forgotten_leaves_what_other_prompts_begin_with() -> None:
             memory.run(model, {sequence: prompt[sequence.length : end]})
             cache.insert(sequence)
         memory.close(sequence)
-    assert cache.forget(one, behind=16) == 2  # at 28 and at 24
+    assert cache.forget(one, behind=16) == 2  # The checkpoints are at 28 and at 24.
     assert cache.forget(one) == 1 and cache.find(one).reused == 8
     assert cache.forget(other, owner="another") == 0
     assert cache.forget(other) == 3 and memory.usage().used_bytes == 0

@@ -91,5 +91,5 @@ def test_a_list_that_contradicts_itself_leaves_nothing(name: str, toy: Subject, 
             path.write_bytes(whole)
         assert memory.sequences == [kept] and not cache.stats().n_checkpoints and not sum(memory.counters.swapped_bytes)
         memory.check()
-        assert cache.load(folder) == 3  # the same memory takes the whole one
+        assert cache.load(folder) == 3  # The same memory loads the whole folder.
         memory.check()

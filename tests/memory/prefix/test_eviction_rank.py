@@ -49,7 +49,8 @@ def test_a_cache_evicts_what_is_worth_least(attention: bool) -> None:
         HybridMemory(Toy(attention=attention).memory_spec, "16MiB", device="meta", page_tokens=4),
     )
     cache = PrefixCache(memory, grid_tokens=0)
-    marks: dict[int, tuple[tuple[int, ...], int]] = {}  # id of a checkpoint -> its tokens, and when it was used
+    # Maps the id of a checkpoint to its tokens, and to when it was used.
+    marks: dict[int, tuple[tuple[int, ...], int]] = {}
     clock = n_evicted = 0
 
     def checkpoints() -> set[int]:

@@ -52,7 +52,7 @@ class Scene:
         return [lookup.reused for lookup in lookups]
 
     def verify(self) -> None:
-        self.cache.find([1])  # mends
+        self.cache.find([1])  # This call mends the books.
         assert_books_follow(self.cache)
         held = [s for s in self.memory.sequences if s.is_checkpoint]
         assert len(held) == len(self.cache.checkpoints_behind([])) + len(self.cache.checkpoints_behind([], "you"))
@@ -107,7 +107,7 @@ def test_an_exception_anywhere_leaves_a_whole_cache(call: Callable[[Scene], Any]
 
         def verify(outcome: Outcome) -> None:
             live = [s for s in scene.memory.sequences if not s.is_checkpoint and s is not scene.live]
-            if call is open_one and number == signal.SIGINT:  # which alone waits until the caller has the result
+            if call is open_one and number == signal.SIGINT:  # Only this call waits until the caller has the result.
                 assert live == ([] if outcome.result is None else [outcome.result[0]])
             for sequence in live:
                 scene.memory.close(sequence)

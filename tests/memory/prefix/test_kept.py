@@ -116,7 +116,7 @@ def test_a_full_budget_passes_over_what_it_cannot_bring_back() -> None:
 
 
 def test_what_is_computed_again_is_inside_again_with_its_priority() -> None:
-    memory = make("128KiB")  # so that one more than is missing does not give way
+    memory = make("128KiB")  # The budget is so small that no more checkpoints give way than needed.
     cache = PrefixCache(memory, grid_tokens=0, max_bytes="8MiB")
     insert(cache, prompt(0), priority=1000.0)
     insert(cache, prompt(1))

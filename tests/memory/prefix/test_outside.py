@@ -147,7 +147,7 @@ def test_files_are_read_while_others_run(tmp_path: Path, monkeypatch: pytest.Mon
         may_read.set()
         while not cache.has_arrived(checkpoint):
             time.sleep(0.001)
-        monkeypatch.setattr(tiers, "read_blocks", None)  # whatever is read from now on fails
+        monkeypatch.setattr(tiers, "read_blocks", None)  # From now on every read fails.
         sequence, lookup = cache.open(tokens)
         assert lookup.reused == 39
         assert_kernel_close(memory.run(toy.model, {sequence: tokens[39:]})[0], expected, torch.float32)

@@ -104,7 +104,7 @@ def test_checkpoints_are_closed_at_the_end_of_their_time_to_live() -> None:
     insert(cache, prompt(2), seconds_to_live=math.inf)
     insert(cache, prompt(3))
     now = 108.0
-    cache.memory.close(cache.open([*prompt(3), 5])[0])  # used: it lives on
+    cache.memory.close(cache.open([*prompt(3), 5])[0])  # The checkpoint is used, so it lives on.
     now = 111.0
     assert [is_cached(cache, i) for i in range(4)] == [False, True, True, True]
     now = 119.0

@@ -320,7 +320,7 @@ def test_checkpoints_whose_files_are_damaged_are_left_out(tmp_path: Path) -> Non
     toy = make_subject("toy", tmp_path)
     with toy.memory(WINDOW, host_budget=1, swap_dir=tmp_path / "swapped") as memory:
         cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")
-        prompts = [[first, *range(10), *range(10)] for first in range(4)]  # which share nothing
+        prompts = [[first, *range(10), *range(10)] for first in range(4)]  # These prompts share nothing.
         run(toy, cache, prompts)
         cache.reclaim(memory.usage().used_bytes // 2)
         n_checkpoints = cache.stats().n_checkpoints

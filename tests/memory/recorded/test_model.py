@@ -405,7 +405,8 @@ def test_an_interrupt_leaves_no_mode_of_torch(monkeypatch: pytest.MonkeyPatch) -
         return trace
 
     places = 0
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores it
+    # A process in the background ignores this signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     while True:
         at += 1 + at // 12
         count = 0
@@ -486,7 +487,7 @@ def test_a_step_that_is_left_by_an_error_changes_nothing(tmp_path: Path) -> None
     twins.check()
     twins.feed({0: 1, 1: 1})
     assert twins.counted.n_runs == n_runs, "all of them were replayed"
-    # two steps at once: neither plan is written over the other
+    # Two steps are open at once, and neither plan may overwrite the other.
     with memory.step({sequences[0]: 3}) as one, memory.step({sequences[1]: 3}) as two:
         found = [run_recorded(twins.counted, one), run_recorded(twins.counted, two)]
     with twins.memories[0].step(dict.fromkeys(twins.sequences[0], 3)) as step:

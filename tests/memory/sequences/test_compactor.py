@@ -182,7 +182,7 @@ def test_blocks_that_an_open_step_reads_stay_where_they_are() -> None:
     memory = HybridMemory(model.memory_spec, "64KiB", page_tokens=4, poison=True)
     tokens = [i % VOCAB for i in range(40)]
     pairs = [[memory.open() for _ in range(2)] for _ in range(3)]
-    for i in range(20):  # so that their pages alternate
+    for i in range(20):  # The pages of the sequences alternate.
         for first, second in pairs:
             memory.run(model, {first: tokens[i : i + 1], second: tokens[i : i + 1]})
     for first, _ in pairs:
@@ -262,7 +262,7 @@ def test_an_exception_while_blocks_move_spoils_none(number: int) -> None:
             assert memory.free_bytes == free_bytes
             with memory.step(dict.fromkeys(live[1::2], 2)) as step:
                 out = model(step)
-            expected[:] = expected or [out]  # the first time, nothing interrupts
+            expected[:] = expected or [out]  # Nothing interrupts the first call.
             assert torch.equal(out, expected[0])
 
         return lambda: memory.run(model, dict.fromkeys(new, 1)), verify

@@ -390,7 +390,7 @@ def test_recurrent_layers_must_be_asked_for() -> None:
         memory.drop(sequence, 5, 15)
     memory.check()
     model.assert_is(memory, sequence, range(40))
-    memory.drop(sequence, 36, 40)  # at the end it is a rollback
+    memory.drop(sequence, 36, 40)  # Dropping the end is a rollback.
     model.assert_is(memory, sequence, range(36))
     memory.drop(sequence, 5, 15, approximate=True)
     model.assert_is(memory, sequence, [*range(5), *range(15, 36)], own=range(36))
@@ -496,10 +496,11 @@ def test_a_window_that_would_reach_back_to_rows_that_have_left() -> None:
     model.assert_is(memory, other, [*range(50), *range(52, 60)])
     with pytest.raises(DropError, match="feed what is to stay"):
         memory.drop(other, 50, 51)
-    memory.rollback(other := memory.fork(sequence), to=52)  # further than the promise of 6, because a page begins there
+    # This is further back than the promised 6 tokens, because a page begins there.
+    memory.rollback(other := memory.fork(sequence), to=52)
     with pytest.raises(DropError, match="feed what is to stay"):
         memory.drop(other, 50, 51)
-    memory.drop(other := memory.fork(sequence), 20, 43)  # the oldest row, 44, now stands in the middle of a page
+    memory.drop(other := memory.fork(sequence), 20, 43)  # The oldest row, 44, is now in the middle of a page.
     assert other.horizon == memory.fork(other).horizon == 44 - 23 + 8
     memory.drop(sequence, 20, 46)
     model.assert_is(memory, sequence, [*range(20), *range(46, 60)])
@@ -576,7 +577,7 @@ def test_positions_of_states_after_several_drops() -> None:
     b = memory.fork(a)
     model.feed(memory, a, range(8, 40))
     memory.drop(a, 8, 39, approximate=True)
-    memory.checkpoint(a)  # at 8 its states have seen what was dropped, those of `b` at 8 have not
+    memory.checkpoint(a)  # At 8, its states have seen dropped tokens; those of `b` at 8 have not.
     model.feed(memory, b, range(50, 90))
     assert memory.resume_point(b, 8) == 0
     memory.drop(a, 3, 6, approximate=True)

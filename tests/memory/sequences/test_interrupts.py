@@ -147,7 +147,7 @@ def try_operation(name: str, number: int, spec: MemorySpec = DRY, n_places: int 
         def verify(outcome: Outcome) -> None:
             scene.memory.check()
             after = books(scene.memory)
-            done[:] = done or [after]  # the first time, nothing interrupts
+            done[:] = done or [after]  # Nothing interrupts the first call.
             is_undone = name in ALL_OR_NOTHING and (number == signal.SIGINT or not is_on_the_way(name, outcome))
             allowed = done if outcome.has_returned else [scene.before] if is_undone else [scene.before, *done]
             assert after in allowed
@@ -380,7 +380,8 @@ def test_a_ctrl_c_during_a_block_that_fails_is_raised_at_its_end() -> None:
             signal.raise_signal(signal.SIGINT)
             raise ZeroDivisionError
 
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where tests run unattended
+    # Tests that run unattended may ignore this signal.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt) as caught:
             fails()

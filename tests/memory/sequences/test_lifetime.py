@@ -143,7 +143,7 @@ def test_used_bytes_of_a_dropped_memory_go_back_to_the_system(uncollected: None)
     def close(held: list[HybridMemory]) -> None:
         with pytest.raises(CapacityError) as caught:
             held[0].step({held[0].open(): [1] * 400_000}).__enter__()
-        kept.append(caught.value)  # as a notebook does, and with it all that its frames refer to
+        kept.append(caught.value)  # A notebook keeps it too, with everything to which its frames refer.
         held[0].close_all()
 
     kept: list[Exception] = []

@@ -152,7 +152,7 @@ def test_a_step_that_begins_while_another_is_checked_is_seen() -> None:
         memory, n_lines = make(), 0
         sequence, steps = memory.open(), ExitStack()
         first = memory.step({sequence: [5]})
-        memory.step({memory.open(): [1]})  # so that the check is not answered by what was found before
+        memory.step({memory.open(): [1]})  # This keeps the check from finding the earlier answer.
 
         def trace(frame: FrameType, event: str, _: object, n: int = n) -> Any:
             nonlocal n_lines
@@ -171,7 +171,7 @@ def test_a_step_that_begins_while_another_is_checked_is_seen() -> None:
             later = None
         finally:
             sys.settrace(before)
-        if n_lines < n:  # there is no such line
+        if n_lines < n:  # There is no such line.
             return
         with steps:
             if later is not None:

@@ -217,7 +217,7 @@ def test_a_position_is_found_among_many_checkpoints(
     monkeypatch.setattr(ledger_module, "common_prefix", count)
     for asked in (memory.can_rollback, memory.resume_point):
         with Calls() as calls:
-            assert asked(sequence, to) in (True, to)  # 3 tokens between checkpoints, 4 in the window
+            assert asked(sequence, to) in (True, to)  # Checkpoints are 3 tokens apart, and the window has 4.
         assert calls.n < 300, "one call for each checkpoint would be 700"
     assert not compared, "its own buffer answers"
     fork = memory.fork(sequence)

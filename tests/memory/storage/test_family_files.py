@@ -219,7 +219,7 @@ def test_drops_that_checkpoints_have_in_common_stay_common(tmp_path: Path) -> No
     memory = make()
     sequence = opened(memory)
     before = memory.checkpoint(sequence)
-    # the book alone: toys' keys cannot be turned
+    # Only the ledger drops tokens, because keys of toys cannot be rotated.
     ledger_of(memory).drop(Dropped.of(sequence.slot, 3, 3, 30, 30, approximate=False), 4)
     after = memory.checkpoint(sequence)
     memory.save(sequence, tmp_path / "saved", checkpoints=True)

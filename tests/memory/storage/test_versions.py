@@ -79,7 +79,7 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     classes = (AttentionSpec, CrossAttentionSpec, RecurrentSpec, StateTensor, Rotation, *CHOICES)
     names = [(cls, cls.__name__, cls.__qualname__) for cls in classes]
     for cls, name, qualname in names:
-        cls.__name__, cls.__qualname__ = f"New{name}", f"New{qualname}"  # monkeypatch cannot restore these
+        cls.__name__, cls.__qualname__ = f"New{name}", f"New{qualname}"  # monkeypatch cannot restore these names.
         monkeypatch.setattr(cls, "__repr__", lambda self: "new")
         if issubclass(cls, Budget | Storage):
             monkeypatch.setattr(cls, "label", "new label")
@@ -265,7 +265,7 @@ OTHERS: list[tuple[Any, dict[str, Any], set[str]]] = [
 
 @pytest.mark.parametrize(("part", "others", "silent"), OTHERS, ids=lambda x: type(x).__name__)
 def test_every_field_of_a_spec_is_part_of_the_signature(part: Any, others: dict[str, Any], silent: set[str]) -> None:
-    assert {x.name for x in fields(part)} == others.keys() | silent  # a new field wants a decision
+    assert {x.name for x in fields(part)} == others.keys() | silent  # A new field needs a decision.
     for name in others.keys() - silent:
         assert signed(part) != signed(replace(part, **{name: others[name]})), name
 

@@ -47,7 +47,7 @@ CONFIGS = {
     "deepseek-v3-three-of-eight-experts-in-groups": lambda: deepseek_v3_config(
         n_routed_experts=8, num_experts_per_tok=3, n_group=4, topk_group=2, first_k_dense_replace=0,
         rope_parameters=_YARN,
-        # bfloat16 decides close choices otherwise, as it does in transformers; they must not weigh too much
+        # In bfloat16, close choices differ, as they do in transformers. So they must not weigh too much.
         routed_scaling_factor=0.5,
     ),
     "deepseek-v3-not-interleaved": lambda: deepseek_v3_config(

@@ -24,7 +24,7 @@ CONFIGS = {
     "nemotron-h-two-of-eight-experts": lambda: nemotron_config(
         hybrid_override_pattern="*EME", n_routed_experts=8, num_experts_per_tok=2, n_group=4, topk_group=2,
         moe_latent_size=16,
-        # bfloat16 decides close choices otherwise, so experts must not weigh too much
+        # In bfloat16, close choices differ, so experts must not weigh too much.
         norm_topk_prob=False, routed_scaling_factor=0.15, use_conv_bias=False, conv_kernel=2, ssm_state_size=48,
         use_bias=True, mamba_proj_bias=True, mlp_bias=True, mamba_num_heads=3, mamba_head_dim=16, n_groups=3,
     ),

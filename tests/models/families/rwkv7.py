@@ -8,7 +8,7 @@ from hybridmem.models.families.rwkv7 import RWKV7Config
 from tests.models import rwkv7_oracle
 from tests.models.families.vocabulary import SIZES
 
-assert RWKV7Config is rwkv7_oracle.RWKV7Config  # importing the oracle makes transformers' auto classes know it
+assert RWKV7Config is rwkv7_oracle.RWKV7Config  # Importing the oracle registers it in transformers' auto classes.
 
 
 def rwkv7_config(**options: Any) -> RWKV7Config:

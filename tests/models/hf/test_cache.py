@@ -52,7 +52,7 @@ def test_crop_is_exact_where_transformers_is_silently_wrong(name: str) -> None:
     with attached(name, 1) as (model, cache):
         logits(model, PROMPT, **given(cache))
         fresh = logits(model, NEXT[:, :1], **given(cache))
-    if name in ("bamba", "qwen3.5"):  # a replay of Mamba-1 holds matrix products
+    if name in ("bamba", "qwen3.5"):  # A replay of Mamba-1 contains matrix products.
         assert torch.equal(after_crop, fresh)
     assert off_by(after_crop, fresh) <= TOLERANCE[torch.float32].replay * float(fresh.max() - fresh.min())
 
@@ -63,11 +63,11 @@ def test_crop_is_exact_where_transformers_is_silently_wrong(name: str) -> None:
     logits(model, PROMPT, **argument)
     own.activate_past_recording()
     positions = {} if name == "mamba" else {"position_ids": torch.arange(14, 18)[None]}
-    for i in range(4):  # one by one, for several at once are wrong before any crop
+    for i in range(4):  # Tokens are fed one by one, because several at once are wrong even before a crop.
         logits(
             model, DRAFTS[:, i : i + 1], **argument, **{key: value[:, i : i + 1] for key, value in positions.items()}
         )
-    own.crop(-4)  # no error
+    own.crop(-4)  # This raises no error.
     positions = {} if name == "mamba" else {"position_ids": torch.tensor([[14]])}
     assert off_by(logits(model, NEXT[:, :1], **argument, **positions), at_once) > MATTERS
 
@@ -150,11 +150,11 @@ def test_rows_are_chosen_repeated_and_reordered(name: str) -> None:
         cache.batch_repeat_interleave(2)
         order = [0, 0, 2, 2, 0, 0]
         width = cache.get_seq_length()
-        assert width == 12  # the longest row is gone, and its columns stay, for the mask still has them
+        assert width == 12  # The longest row is gone. Its columns stay, because the mask still has them.
         following = torch.arange(6)[:, None] + 5
         longer = torch.stack([torch.arange(width + 1) >= width - rows[i].shape[1] for i in order])
         actual = logits(model, following, attention_mask=longer, **given(cache))[:, 0]
-        cache.memory.close(first[2])  # nobody's row any more, and still open
+        cache.memory.close(first[2])  # This sequence belongs to no row any more, and is still open.
     for row, i in enumerate(order):
         assert_logits_close(
             actual[row], logits(hf_model(name), torch.cat([rows[i], following[row : row + 1]], 1))[0, -1]
@@ -231,7 +231,7 @@ def test_a_full_budget_refuses_before_the_model_runs() -> None:
 def test_nothing_carries_gradients() -> None:
     with attached("jamba", 1) as (model, cache):
         assert not model(PROMPT, **given(cache)).logits.requires_grad
-        assert model(PROMPT).logits.requires_grad  # without a HybridCache, as ever
+        assert model(PROMPT).logits.requires_grad  # Without a HybridCache, gradients are computed as before.
 
 
 # Attaching
@@ -265,7 +265,7 @@ def test_attach_keeps_a_forward_that_others_replaced() -> None:
         bridge.detach()
     model.forward = wrapped  # type: ignore[method-assign]
     bridge.detach()
-    bridge.detach()  # twice is once
+    bridge.detach()  # A second call does nothing.
     assert vars(model)["forward"] is ours
 
 

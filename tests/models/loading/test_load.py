@@ -290,7 +290,8 @@ def test_a_file_is_no_folder(folder: Path) -> None:
 @pytest.mark.parametrize("hub_id", ["nobody-at-all/no-such-model", "nobody", "no/such/place/at/all", ""])
 def test_a_model_that_cannot_be_fetched_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, hub_id: str) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # read from the environment only at import
+    # The library reads this from the environment only at import.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     waits = list[str]()
     for name in ("time.sleep", "socket.getaddrinfo", "socket.socket.connect"):
         monkeypatch.setattr(name, lambda *_, name=name, **__: waits.append(name))

@@ -186,7 +186,7 @@ def test_compressed_tensors_in_16_bits(name: str, tmp_path: Path) -> None:
     config, code = compressed("pack-quantized", torch.bfloat16, **weights)
     coded, dense = write_quantised(tmp_path, name, config, code, torch.bfloat16, unit=4)
     check_equal(coded, dense, torch.bfloat16)
-    named = run(load_model(coded, weights="dense"))  # in the dtype that the config names
+    named = run(load_model(coded, weights="dense"))  # The weights are in the dtype that the config names.
     assert torch.equal(named, run(load_model(dense)))
 
 

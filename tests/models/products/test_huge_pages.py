@@ -34,7 +34,7 @@ def test_no_two_weights_overlap_whatever_thread_asks() -> None:
 def test_a_tensor_is_as_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     found = huge_pages.empty(*shape, dtype=dtype)
     assert found.shape == shape and found.dtype == dtype and found.is_contiguous()
-    assert found.untyped_storage().nbytes() == found.nbytes  # so a copy copies nothing else
+    assert found.untyped_storage().nbytes() == found.nbytes  # So a copy copies nothing else.
 
 
 def test_memory_is_given_back_with_the_last_weight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,7 +46,7 @@ def test_memory_is_given_back_with_the_last_weight(monkeypatch: pytest.MonkeyPat
         return mapping
 
     monkeypatch.setattr(mmap, "mmap", noted)
-    most = huge_pages.empty(300 << 20, dtype=torch.uint8)  # nothing is written: it takes no memory
+    most = huge_pages.empty(300 << 20, dtype=torch.uint8)  # Nothing is written, so this takes no memory.
     first, second = (huge_pages.empty(n, dtype=torch.uint8) for n in (3 << 20, 100))
     assert len(mappings) == 2, "one as large as needed, and another that the small ones share"
     del most, first

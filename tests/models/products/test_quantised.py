@@ -91,7 +91,7 @@ def coarser(dtype: torch.dtype) -> torch.dtype:
 def test_a_row_has_the_same_bits_in_any_company(format: IntegerFormat, dtype: torch.dtype, by: str) -> None:
     linear = made(format, drawn(50, 700, dtype=dtype), bias=drawn(50), activation="silu")
     x = drawn(37, 700, dtype=dtype)
-    x[0, ::7] = x[-1, ::3] = 1e-39  # denormal in bfloat16, of which tiles take no notice
+    x[0, ::7] = x[-1, ::3] = 1e-39  # These are denormal in bfloat16, and tiles ignore them.
     whole = linear(x)
     for n_rows in (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 36):
         assert torch.equal(linear(x[:n_rows]), whole[:n_rows]) and torch.equal(linear(x[-n_rows:]), whole[-n_rows:])

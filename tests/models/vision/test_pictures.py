@@ -145,7 +145,8 @@ def test_what_follows_a_picture_keeps_its_positions_on_every_way_back(seeing: Se
     alice = memory.open()
     seeing.fed(memory, alice, *parts)
     mark = memory.checkpoint(alice)
-    for to in (n - 1, n - 6, n - 7, n - 20, 3, 1):  # behind, at the end, inside and before the picture
+    # The positions are behind the picture, at its end, inside and before it.
+    for to in (n - 1, n - 6, n - 7, n - 20, 3, 1):
         memory.rollback(alice, to=to)
         logits = memory.run(seeing.model, {alice: ids[to:]}, outputs="all")
         assert logits is not None

@@ -67,7 +67,7 @@ PLAIN = {
 def drawn_plain(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> CodedTensor:
     layout, n_whole = PLAIN[name], -(-n_in // 32) * 32
     codes = torch.randint(0, 1 << layout.n_bits, (n_out, n_whole), dtype=torch.uint8)
-    if layout.float8 is not None:  # smaller than what is infinite or NaN
+    if layout.float8 is not None:  # These numbers are smaller than those that are infinite or NaN.
         codes = codes & (0xFF ^ (0x40 if layout.float8 == "float8_e5m2" else 0x04))
     n_groups = -(-n_whole // layout.group)
     floats = ((torch.rand(n_out, n_groups) + 0.5) / 1000).to(getattr(torch, layout.scale))

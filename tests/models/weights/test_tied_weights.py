@@ -244,7 +244,7 @@ def check_seq2seq(folder: Path) -> None:
     with torch.no_grad():
         expected = peer(torch.tensor([[5, 6, 7]]), decoder_input_ids=torch.tensor([TOKENS])).logits[0]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the caller's
+        warnings.simplefilter("ignore")  # Each test checks warnings itself, if it needs to.
         models: list[Any] = [load_model(folder), from_transformers(peer)]
     for model in models:
         memory = HybridMemory(model.memory_spec, "2MiB")
@@ -335,7 +335,7 @@ def test_blocks_that_layers_share_are_held_once_and_one_that_differs_is_used(
     name = "model.layers.2.shared_transformer.feed_forward.down_proj.weight"
     edit(folder, lambda t: t.update({n.replace("layers.2", "layers.0"): t[n].clone() for n in t if "layers.2.sh" in n}))
     edit(folder, lambda t: t.update({name: drawn(t[name]) / 4}))
-    with warnings.catch_warnings(record=True) as caught:  # each block has adapters of the other's layers as well
+    with warnings.catch_warnings(record=True) as caught:  # Each block also has adapters of the other block's layers.
         warnings.simplefilter("always")
         model = load_model(folder)
     assert any(str(warning.message).startswith("model.layers.2.shared_transformer.* of ") for warning in caught)

@@ -63,7 +63,7 @@ def talk(url: str, key: str, said: list[Any], enough: threading.Barrier) -> None
                 previous = reply.id
                 if turn == N_TURNS:
                     enough.wait(BUSY_SECONDS)
-        except Exception:  # the server is gone, however the client says so
+        except Exception:  # The server is gone, and clients report that in different ways.
             pass
 
 

@@ -128,7 +128,7 @@ def test_a_branch_is_deleted_with_all_that_follows(caller: Caller) -> None:
     with caller.server.engine.lock:
         n_before = caller.server.prefixes.stats().n_checkpoints
     gone = caller.call("DELETE", f"/{caller.id}/nodes/{nodes[2]['id']}")
-    with caller.server.engine.lock:  # what was computed for it is gone too, and nothing else
+    with caller.server.engine.lock:  # What was computed for it is gone too, and nothing else.
         assert caller.server.prefixes.stats().n_checkpoints == n_before - 2
     assert caller.nodes()[1]["cost"]["compute_tokens"] == 1
     assert gone["nodes"] == [nodes[2]["id"], caller.asked.id]
@@ -155,12 +155,12 @@ def test_a_pinned_node_stays_until_its_time_is_over(caller: Caller, monkeypatch:
         prefixes.clear()
     pinned = caller.call("POST", f"/{caller.id}/nodes/{caller.told.id}/pin", {"seconds_to_live": 1.5})
     assert pinned["pinned"] and pinned["bytes"] > 0
-    assert not given_way()  # what it needs was computed
+    assert not given_way()  # The missing part was computed.
     node = next(n for n in caller.nodes() if n["id"] == caller.told.id)
     assert node["pinned"] and node["cost"]["compute_tokens"] <= 1
     now[0] += 1.5
     wait_until(lambda: not any(n["pinned"] for n in caller.nodes()))
-    wait_until(given_way)  # it is said to be unpinned a moment before it is
+    wait_until(given_way)  # The response says that it is unpinned a moment before it is.
     caller.call("POST", f"/{caller.id}/nodes/{caller.told.id}/pin", {})
     assert caller.call("GET", f"/{caller.id}")["pinned"]
     caller.call("DELETE", f"/{caller.id}/nodes/{caller.told.id}/pin")

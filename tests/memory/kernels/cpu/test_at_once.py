@@ -29,7 +29,7 @@ E = H * P + 2 * G * S
 def test_ssd_is_convolution_steps_and_scan(
     dtype: torch.dtype, state_dtype: torch.dtype, limits: tuple[float, float], has_skip: bool
 ) -> None:
-    rows = torch.randn(N, E + H + 3).to(dtype)[:, : E + H]  # not contiguous
+    rows = torch.randn(N, E + H + 3).to(dtype)[:, : E + H]  # These rows are not contiguous.
     weight, bias = torch.randn(W, E).to(dtype), torch.randn(E).to(dtype) if has_skip else None
     dt_bias, a, skip = torch.randn(H), -torch.rand(H), torch.randn(H) if has_skip else None
     windows, states = Slots((W - 1, E), dtype=dtype), Slots((H, P, S), dtype=state_dtype)
@@ -47,7 +47,7 @@ def test_ssd_is_convolution_steps_and_scan(
     y = layer(rows, windows.fresh(), states.fresh())
     assert y.dtype == dtype and torch.equal(y, expected)
     for found, wanted in zip((windows.flat, states.flat), after, strict=True):
-        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))  # what is not written stays poisoned
+        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))  # Unwritten bytes stay poisoned.
 
 
 def test_ssd_refuses_sizes_that_do_not_fit() -> None:
@@ -58,7 +58,7 @@ def test_ssd_refuses_sizes_that_do_not_fit() -> None:
             layer(rows, Slots((W - 1, E)).fresh(), Slots((H, P, S)).fresh())
     layer = cpu.SSDLayer(weight, None, heads, heads, None, (0.0, 1.0), G, activation=True)
     layer(rows, Slots((W - 1, E)).fresh(), Slots((H, P, S)).fresh())
-    with pytest.raises(StepError, match=r"rows has shape"):  # sizes that fit have been seen before
+    with pytest.raises(StepError, match=r"rows has shape"):  # Sizes that fit were checked before.
         layer(rows[1:], Slots((W - 1, E)).fresh(), Slots((H, P, S)).fresh())
 
 

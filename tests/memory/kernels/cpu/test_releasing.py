@@ -34,7 +34,7 @@ def stir(number: Any, turns: int) -> None:
 def test_another_thread_goes_on_while_a_kernel_runs(is_parallel: bool) -> None:
     kernel = compiled(parallel=is_parallel)(stir)
     number = np.ones(1, np.uint64)
-    kernel(number, 1)  # compiled or loaded
+    kernel(number, 1)  # This call compiles the kernel, or loads it.
     waits = 0
     with ThreadPoolExecutor(1) as thread:
         running = thread.submit(kernel, number, TURNS)
@@ -42,4 +42,4 @@ def test_another_thread_goes_on_while_a_kernel_runs(is_parallel: bool) -> None:
             time.sleep(0.001)
             waits += 1
         running.result()
-    assert waits > 10  # where a kernel holds the lock, one or two
+    assert waits > 10  # If a kernel held the lock, there would be one or two.

@@ -264,7 +264,7 @@ def test_other_recurrences(recorder: Recorder) -> None:
     for rings, lengths in itertools.product(((), (BF16,) * 3), (one, [n // 2 + 1, n // 2 - 1])):
         with TUNABLES["selective_scan"].instead(lambda *_: SelectiveScan(32, n // 4, 1)):
             cuda.selective_scan(row, row, channel, key, key, rate, channel, slots(lengths, (16, n_channels), rings))
-    heads = zeros(n, 40, 64, dtype=BF16)  # RWKV-7's
+    heads = zeros(n, 40, 64, dtype=BF16)  # RWKV-7 has heads like these.
     for rings in ((), (BF16, BF16, F32, BF16, BF16)):
         cuda.matrix_scan(
             heads, heads, heads, heads, Erase(heads, heads, after_decay=False), slots(one, (40, 64, 64), rings)
