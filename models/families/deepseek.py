@@ -74,8 +74,7 @@ class _DeepSeek(Decoder, ABC):
             )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
         self._rotary = rotary
-        n_layers, n_heads = config.num_hidden_layers, int(getattr(config, "num_mtp_layers", 0) or 0)
-        self.draft_prefixes = tuple(f"model.layers.{i}." for i in range(n_layers, n_layers + n_heads))
+        self.draft_prefixes = draft_layers(config)
 
     def load_draft_head(self, checkpoint: Checkpoint) -> NextTokenHead | None:
         """Return the first module of multi-token prediction, which is stored as the layer behind the last one.
@@ -174,6 +173,13 @@ class DeepseekV3(_DeepSeek):
             sigmoid_then_choose, bias_E=bias, n_groups=config.n_group, n_chosen_groups=config.topk_group,
             renormalise=config.norm_topk_prob, scale=config.routed_scaling_factor,
         )  # fmt: skip
+
+
+def draft_layers(config: PreTrainedConfig) -> tuple[str, ...]:
+    """Return what the names of the modules of multi-token prediction begin with: of the layers behind the last one."""
+    numbers = (getattr(config, name, None) for name in ("num_mtp_layers", "num_nextn_predict_layers"))
+    n_layers, n_heads = config.num_hidden_layers, next((int(n) for n in numbers if n), 0)
+    return tuple(f"model.layers.{i}." for i in range(n_layers, n_layers + n_heads))
 
 
 def _require_if_named(config: PreTrainedConfig, **wanted: object) -> None:

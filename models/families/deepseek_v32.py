@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from hybridmem.models.draft_heads import NextTokenHead
 from hybridmem.models.families.deepseek import DeepseekV3
 from hybridmem.models.layers.attention import Rotary
 from hybridmem.models.layers.decoder import Mixer
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
 
 @register("DeepseekV32ForCausalLM")
 class DeepseekV32(DeepseekV3):
-    """Implements DeepSeek-V3.2, where each layer has an index. Its layers for multi-token prediction are not loaded."""
-
-    def load_draft_head(self, checkpoint: Checkpoint) -> None:
-        """Return None: a draft head whose attention has an index is not implemented."""
+    """Implements DeepSeek-V3.2, where each layer has an index, that of its draft head as well."""
 
     has_interleaved_index = False
 
@@ -33,6 +31,15 @@ class DeepseekV32(DeepseekV3):
         if config.q_lora_rank is None:
             raise UnsupportedModelError("q_lora_rank=None; the index reads compressed queries, so give their size")
         super().__init__(config, checkpoint)
+
+    def load_draft_head(self, checkpoint: Checkpoint) -> NextTokenHead | None:
+        """Return the first module of multi-token prediction, or None if it has no index of its own.
+
+        Without one it would read the rows that a layer of the model has chosen, which its own memory does not hold.
+        """
+        if f"model.layers.{self.config.num_hidden_layers}.self_attn.indexer.wk.weight" not in checkpoint:
+            return None
+        return super().load_draft_head(checkpoint)
 
     def _is_dense(self, config: Any, i: int) -> bool:
         kind = config.mlp_layer_types[i]

@@ -10,6 +10,7 @@ import torch
 
 from hybridmem.memory import AttentionSpec
 from hybridmem.memory.recurrences import SSDShape
+from hybridmem.models.draft_heads import NextTokenHead
 from hybridmem.models.layers.attention import Attention, load_projections
 from hybridmem.models.layers.decoder import Block, Decoder, Function
 from hybridmem.models.layers.experts import MixtureOfExperts, check_groups, sigmoid_then_choose
@@ -41,10 +42,33 @@ class NemotronH(Decoder):
         require(config, time_step_limit=(0.0, math.inf))
         backbone = f"{root}backbone"
         vocabulary = Vocabulary.load(checkpoint, config, f"{backbone}.embeddings.weight", head=root + HEAD)
-        layers = [_load_block(config, checkpoint, f"{backbone}.layers.{i}", i) for i in range(config.num_hidden_layers)]
+        layers = [
+            _load_block(config, checkpoint, f"{backbone}.layers.{i}", i, kind)
+            for i, kind in enumerate(config.layers_block_type)
+        ]
         norm = RMSNorm(checkpoint.take(f"{backbone}.norm_f.weight", config.hidden_size), config.layer_norm_epsilon)
         residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
         super().__init__(config, checkpoint, vocabulary, layers, norm, residual_dtype=residual_dtype)
+        self._draft_root = f"{root}mtp.layers"
+        self.draft_prefixes = (f"{root}mtp.",)
+
+    def load_draft_head(self, checkpoint: Checkpoint) -> NextTokenHead | None:
+        """Return the module of multi-token prediction, whose layers `mtp_layers_block_type` names.
+
+        The first layer's tensors are beside those that join embedding and hidden state, the last one's beside the norm.
+        """
+        config, n_model, root = self.config, self.config.hidden_size, self._draft_root
+        if f"{root}.0.eh_proj.weight" not in checkpoint:
+            return None
+        kinds = config.mtp_layers_block_type
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(checkpoint.take(f"{root}.{name}.weight", n_model), config.layer_norm_epsilon)
+
+        layers = [_load_block(config, checkpoint, f"{root}.{i}", i, kind) for i, kind in enumerate(kinds)]
+        joined = Linear.load(checkpoint, f"{root}.0.eh_proj", n_model, 2 * n_model)
+        norms = norm("0.enorm"), norm("0.hnorm")
+        return NextTokenHead(self, norms, joined, layers, norm(f"{len(kinds) - 1}.final_layernorm"))
 
 
 @register("NemotronH_Omni_Reasoning_V3")
@@ -63,8 +87,7 @@ class NemotronHOmni(NemotronH):
 _HEARS = "sound_encoder.", "sound_projection.", "audio_tower.", "embed_audio."
 
 
-def _load_block(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Block:
-    kind = config.layers_block_type[i]
+def _load_block(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str, i: int, kind: str) -> Block:
     norm = RMSNorm(checkpoint.take(f"{prefix}.norm.weight", config.hidden_size), config.layer_norm_epsilon)
     prefix = f"{prefix}.mixer"
     if kind == "linear_attention":

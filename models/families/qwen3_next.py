@@ -77,7 +77,7 @@ class Qwen3Next(Decoder):
     def _draft_feed_forward(
         self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str
     ) -> Callable[[Tensor], Tensor]:
-        if f"{prefix}.gate.weight" in checkpoint:
+        if getattr(config, "num_experts", 0) and f"{prefix}.gate.weight" in checkpoint:
             return load_mixture(config, checkpoint, prefix, renormalise=config.norm_topk_prob)
         return GatedMLP.load(checkpoint, prefix, config.hidden_size, config.intermediate_size, config.hidden_act)
 

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.modeling_layers import MtpModel
+from transformers.masking_utils import create_causal_mask
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHBlock, NemotronHForCausalLM, NemotronHRMSNorm
 
 from hybridmem.models.loading.load import names_in_files
 from tests.models.checkpoints import randomise_
+
+try:
+    from transformers.modeling_layers import MtpModel
+except ImportError:
+    pytest.skip("transformers before 5.24 has no MtpModel to compare draft heads with", allow_module_level=True)
 
 _QWEN = {
     "enorm.": "mtp.pre_fc_norm_embedding.", "hnorm.": "mtp.pre_fc_norm_hidden.", "eh_proj.": "mtp.fc.",
@@ -23,10 +31,10 @@ _QWEN = {
 
 @dataclass
 class MtpPeer:
-    """transformers' model and its module of multi-token prediction."""
+    """transformers' model and its module of multi-token prediction, an `MtpModel` or what is called like one."""
 
     model: Any
-    module: MtpModel
+    module: Any
 
     @torch.no_grad()
     def hidden(self, tokens: list[int]) -> Tensor:
@@ -42,6 +50,60 @@ class MtpPeer:
         return self.module._project_to_logits(rows)[0], rows[0]
 
 
+class _IndexedMtpModel(MtpModel):
+    """transformers' module with a mask for attention with an index, of which transformers 5.24 knows no mask here."""
+
+    def create_masks_for_mtp_layer(self, layer_idx: int, inputs_embeds: Tensor, *_: Any) -> dict[str, Tensor | None]:
+        mask = create_causal_mask(self.config, inputs_embeds, attention_mask=None, cache=None)
+        return {"attention_mask": mask}
+
+
+class NemotronModule(torch.nn.Module):
+    """The module of Nemotron 3 from transformers' blocks, of which its `MtpModel` holds one kind only.
+
+    Blocks are named as in the files; vLLM's `nemotron_h_mtp` says where the norms are.
+    """
+
+    def __init__(self, model: NemotronHForCausalLM, kinds: list[str]) -> None:
+        super().__init__()
+        config = copy.deepcopy(model.config)
+        config.layers_block_type = kinds
+        self.layers = torch.nn.ModuleList(NemotronHBlock(config, i) for i in range(len(kinds)))
+        n_model, first, last = config.hidden_size, self.layers[0], self.layers[-1]
+        for block, name in ((first, "enorm"), (first, "hnorm"), (last, "final_layernorm")):
+            block.add_module(name, NemotronHRMSNorm(n_model, eps=config.layer_norm_epsilon))
+        first.eh_proj = torch.nn.Linear(2 * n_model, n_model, bias=False)
+        self.shared = model
+
+    def forward_layer(self, _: int, hidden_BTM: Tensor, positions: Tensor, cache: None, *, input_ids: Tensor) -> Tensor:
+        first, embedded_BTM = self.layers[0], self.shared.get_input_embeddings()(input_ids)
+        x_BTM = first.eh_proj(torch.cat([first.enorm(embedded_BTM), first.hnorm(hidden_BTM)], -1))
+        mask = create_causal_mask(first.config, x_BTM, attention_mask=None, cache=None)
+        for block in self.layers:
+            x_BTM = block(x_BTM, attention_mask=mask)
+        return self.layers[-1].final_layernorm(x_BTM)
+
+    def _project_to_logits(self, hidden_BTM: Tensor) -> Tensor:
+        return self.shared.lm_head(hidden_BTM)
+
+
+def write_nemotron_checkpoint(folder: Path, config: PreTrainedConfig) -> MtpPeer:
+    """Write a model of Nemotron-H with a module of attention and experts, under the names of NVIDIA's files."""
+    torch.manual_seed(7)
+    config.num_nextn_predict_layers, config._attn_implementation = 1, "eager"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    module = NemotronModule(model, config.mtp_layers_block_type).eval()
+    randomise_(model)
+    randomise_(module.layers)
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    blocks = {f"model.layers.{name}": tensor for name, tensor in module.layers.state_dict().items()}
+    for name, tensor in names_in_files(model, blocks).items():
+        tensors[name.replace("backbone.layers.", "mtp.layers.")] = tensor.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return MtpPeer(model, module)
+
+
 def write_mtp_checkpoint(
     folder: Path, config: PreTrainedConfig, *, nextn: bool = False, is_often_right: bool = False
 ) -> MtpPeer:
@@ -51,12 +113,17 @@ def write_mtp_checkpoint(
     """
     torch.manual_seed(7)
     config.num_mtp_layers = 1
-    if not nextn:
-        config.mtp_layer_types = ["full_attention"]
+    kinds = getattr(config, "layer_types", None) or []
+    indexed = "indexed_attention" in kinds
+    config.mtp_layer_types = ["indexed_attention" if indexed else "full_attention"]
+    if getattr(config, "mlp_layer_types", None):
+        config.mtp_mlp_layer_types = ["sparse"]
     config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config).eval()
     randomise_(model)
-    module = MtpModel(model, 1).eval()
+    module = (_IndexedMtpModel if indexed else MtpModel)(model, 1).eval()
+    # Layers that share indices return what was chosen as well.
+    module.layers[0].mtp_block.register_forward_hook(lambda *x: x[-1][0] if isinstance(x[-1], tuple) else x[-1])
     randomise_(module.layers)
     if is_often_right:
         _agree_(model, module)

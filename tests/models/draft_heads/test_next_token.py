@@ -13,8 +13,10 @@ from hybridmem.memory import HybridMemory
 from hybridmem.models import load_model
 from hybridmem.models.draft_heads import HiddenRows
 from tests.models.checkpoints import draw_tokens
-from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint
+from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint, write_nemotron_checkpoint
 from tests.models.families.deepseek import CONFIGS as FAMILIES
+from tests.models.families.deepseek_v32 import CONFIGS as INDEXED
+from tests.models.families.nemotron_h import CONFIGS as NEMOTRON
 from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config
 from tests.models.families.qwen3_next import qwen3_next_config
 from tests.tolerances import assert_logits_close
@@ -25,13 +27,18 @@ HOLDERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3.5": qwen3_5_config,
     "qwen3.5-moe": qwen3_5_moe_config,
     "deepseek-v3": FAMILIES["deepseek-v3"],
+    "deepseek-v3.2": INDEXED["deepseek-v3.2"],
+    "glm-5": INDEXED["glm-moe-dsa"],
+    "nemotron-3": NEMOTRON["nemotron-h"],
+    "nemotron-3-latent": NEMOTRON["nemotron-h-two-of-eight-experts"],
 }
 
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_modules_of_multi_token_prediction_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """All pairs of a text in uneven steps, with another sequence beside it; then a token that the head has drafted."""
-    peer = write_mtp_checkpoint(tmp_path, HOLDERS[name](), nextn=name.startswith("deepseek"))
+    write = write_nemotron_checkpoint if name.startswith("nemotron") else write_mtp_checkpoint
+    peer = write(tmp_path, HOLDERS[name](), **({} if name.startswith(("qwen", "nemotron")) else {"nextn": True}))
     model = load_model(tmp_path, draft_head=True)
     head = model.draft_head
     assert head is not None and head.memory_spec.vocab_size == model.memory_spec.vocab_size
