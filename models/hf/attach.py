@@ -34,9 +34,6 @@ from hybridmem.models.hf.replacing import find_modules, refuse_options
 from hybridmem.models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
-_HONOURED = ("sliding_window", "softcap", "s_aux")
-"""Options of attention that `_attend` honours, or compares with the memory's spec."""
-
 
 def attach(hf_model: PreTrainedModel) -> Attached:
     """Prepare a loaded transformers model for `HybridCache`, until `detach`.
@@ -345,8 +342,9 @@ def _check_attention(module: Module, layer: int, current: Pass, options: dict[st
     what = f"{type(module).__name__} of layer {layer}"
     if (window := options.get("sliding_window")) != spec.window:
         raise StepError(f"{what} attends to {window} tokens, its memory holds {spec.window}")
-    sinks = options.get("s_aux")
-    if sinks is not None and (sinks is not getattr(module, "sinks", None) or spec.value_dim is not None):
-        raise StepError(f"{what} wants s_aux={sinks!r}, which attach implements only for a module's own sinks")
-    refuse_options(what, {name: value for name, value in options.items() if name not in _HONOURED})
+    honoured = {"sliding_window"}
+    if spec.value_dim is None:
+        honoured |= {"softcap"}
+        honoured |= {"s_aux"} if options.get("s_aux") is getattr(module, "sinks", None) else set()
+    refuse_options(what, {name: value for name, value in options.items() if name not in honoured})
     return spec
