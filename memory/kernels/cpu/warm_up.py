@@ -171,7 +171,8 @@ def warm_up(names: Iterable[str] = NAMES, dtype: torch.dtype = torch.float32) ->
     processes compile at once as there are cores.
     """
     started = time.perf_counter()
-    wanted = [name for name in NAMES if name in set(names) and (name, dtype) not in _warm]
+    asked = set(names)
+    wanted = [name for name in NAMES if name in asked and (name, dtype) not in _warm]
     if missing := [name for name in wanted if not _has_run(name, dtype, "skip")]:
         _compile(missing, dtype)
     _warm.update((name, dtype) for name in wanted)
