@@ -90,7 +90,7 @@ class HeadReader:
         ids = np.concatenate([before.states, after.states])
         found = np.where(ids < 0, NOTHING, self._blocks.states.addresses[ids])
         at_start = found[4] if step.holds_start is None else np.where(step.holds_start, found[1], found[4])
-        states = StateAddresses(*found, at_start)
+        states = StateAddresses(*np.vstack([found, at_start]))
         passes = schedule(packed, before, after, states)
         return HeadReads([self._run(one_pass, packed, before.tail) for one_pass in passes])
 
