@@ -113,7 +113,7 @@ class Tape:
         return dict(self._boundaries.used) | {"computed again": self._boundaries.n_computed_again}
 
     def fork(self, branch: Branch) -> Branch:
-        """Return a text that continues from the end of another one. Gradients of both meet in the part that they share."""
+        """Return a text that continues from the end of another one. Gradients of both meet in their common part."""
         self._check_own(branch)
         twin = Branch(self)
         twin._link, twin._pending, twin.last_logits = branch._link, list(branch._pending), branch.last_logits
