@@ -79,7 +79,7 @@ class Follower:
         base: the tokens that the job's own sequence held before the request.
         n_settled: how many leading tokens were fed from the text. The tokens after them were guesses.
         shift: the sequence's first token is the text's token with this index.
-        n_taken_back: how many calls of the reply had been taken back then.
+        n_taken_back: how many calls of the reply had been taken back when the sequence was last fed.
     """
 
     sequence: Sequence

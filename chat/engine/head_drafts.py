@@ -168,7 +168,7 @@ class HeadDrafter(ModelDrafter):
             tokens = self._roll_back(job, follower)
             if self._next_pair(follower) >= rows.start:
                 return tokens[: max(0, n_pairs - self._next_pair(follower))]
-        with uninterrupted():  # Pairs between what the head remembers and what is held are missing.
+        with uninterrupted():  # The held rows begin after the pairs that the head has, so the head starts anew.
             self.memory.close(follower.sequence)
             follower.sequence, follower.n_settled, follower.shift = self.memory.open(), 0, rows.start + 1
         return self._roll_back(job, follower)[: n_pairs - rows.start]

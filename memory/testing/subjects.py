@@ -133,7 +133,7 @@ _WITHOUT_TREES = (
 _TREES = frozenset({"a path of a tree is as if it alone had been fed"})
 REFUSED: dict[str, frozenset[str]] = {
     **{f"hybrid, {kind}": _TREES for kind in _WITHOUT_TREES},
-    "hybrid, no rollback window": _BACK | _TREES,  # It can only take back all tokens; some trees are chains.
+    "hybrid, no rollback window": _BACK | _TREES,  # It can take back all tokens, but no part of them.
     "hybrid, small budget": frozenset({"anything, in any order"}),  # Eight sequences do not fit into this budget.
 }
 """Maps a subject to the promises that it refuses, at least in part."""
