@@ -10,6 +10,7 @@ import typer
 if TYPE_CHECKING:
     import torch
 
+    from hybridmem.memory import MemorySpec
     from hybridmem.models import LanguageModel
     from hybridmem.models.weights.formats import WeightFormat
 
@@ -62,6 +63,13 @@ def plan(
         str | None,
         Option(help="A smaller model drafts, whose weights and memory share the budget.", show_default=False),
     ] = None,
+    draft_head: Annotated[
+        str,
+        Option(
+            help="Layers that read the model's hidden states draft, whose weights and memory share the budget: auto "
+            "takes those of the checkpoint, if it has any; or name a folder."
+        ),
+    ] = "none",
     is_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Print how many sessions of a model fit into a budget beside its weights, from its config alone.
@@ -70,6 +78,7 @@ def plan(
     """
     from dataclasses import replace
 
+    from hybridmem.chat.commands.head_drafter import NONE, check_draft_options
     from hybridmem.chat.console import make_console
     from hybridmem.chat.engine.context import named_context_tokens
     from hybridmem.chat.planning.quantities import read_share, read_tokens
@@ -78,15 +87,20 @@ def plan(
     from hybridmem.memory.blocks import read_budget
     from hybridmem.models import weight_bytes
 
+    check_draft_options(draft_model, draft_head, window)
     is_counted = weights != "none"
     language_model, architecture = _read_model(model, dtype, weights if is_counted else "auto")
     own_context = named_context_tokens(language_model.config) or _USUAL_CONTEXT_TOKENS
     context_tokens = own_context if context == "auto" else read_tokens("--context", context)
-    budget_bytes, taken = read_budget(budget), weight_bytes(language_model)
     drafting = None
+    if draft_head != NONE:
+        drafting = _read_draft_head(language_model, model, draft_head, weights if is_counted else "auto")
+    budget_bytes, taken = read_budget(budget), weight_bytes(language_model)
     if draft_model is not None:
         drafter, _ = _read_model(draft_model, dtype, weights if is_counted else "auto")
-        drafting, taken = replace(drafter.memory_spec, device=_read_device(device)), taken + weight_bytes(drafter)
+        drafting, taken = drafter.memory_spec, taken + weight_bytes(drafter)
+    if drafting is not None:
+        drafting = replace(drafting, device=_read_device(device))
     spec = replace(language_model.memory_spec, device=_read_device(device), model=model).with_state_dtype(
         _read_state_dtype(state_dtype)
     )
@@ -115,6 +129,22 @@ def _read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, st
     config, _ = read_config(place)
     architecture, format, files = config.architectures[0], cast("WeightFormat", weights), find_files(place, config)
     return dry_model(config, architecture, dtype=dtype, weights=format, files=files), architecture
+
+
+def _read_draft_head(language_model: LanguageModel, model: str, draft_head: str, weights: str) -> MemorySpec | None:
+    """Give a model its draft head, without weights. Return the spec of the head's memory, or None without a head."""
+    from hybridmem.chat.commands.head_drafter import AUTO
+    from hybridmem.memory import SpecError
+    from hybridmem.models.loading.draft_heads import dry_draft_head
+    from hybridmem.models.loading.folders import find_config
+
+    head = dry_draft_head(language_model, find_config(model if draft_head == AUTO else draft_head), weights=weights)
+    if head is None and draft_head != AUTO:
+        raise SpecError(
+            f"--draft-head {draft_head} holds no draft head for this model; give a folder with one, or auto"
+        )
+    language_model.draft_head = head  # type: ignore[attr-defined]  # So its weights are counted, and shared ones once.
+    return None if head is None else head.memory_spec
 
 
 def _read_device(device: str) -> torch.device:

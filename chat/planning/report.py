@@ -46,7 +46,8 @@ class Question:
     """Holds the inputs of a capacity plan.
 
     Attributes:
-        drafting: the spec of a draft model's memory, which holds as many sessions. `weight_bytes` includes its weights.
+        drafting: the spec of the memory of a draft model or head, which holds as many sessions. `weight_bytes` includes
+            the weights of what drafts.
     """
 
     spec: MemorySpec
@@ -77,13 +78,13 @@ class Question:
 
     @cached_property
     def draft_session(self) -> SequencePlan | None:
-        """Return what a session holds in the memory of the draft model, if there is one."""
+        """Return what a session holds in the memory of the draft model or head, if there is one."""
         if self.drafting is None:
             return None
         return plan_sequence(self.drafting, self.context_tokens, rollback_window=self.window_tokens)
 
     def fit(self, session: SequencePlan) -> int:
-        """Return how many such sessions fit into the budget at once, each with its own in the draft model's memory."""
+        """Return how many such sessions fit into the budget at once, each with its own in the memory of what drafts."""
         n_alone, drafts = session.fit_into(self.budget_bytes), self.draft_session
         if drafts is None or not n_alone:
             return n_alone

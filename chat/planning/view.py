@@ -72,7 +72,7 @@ def _roles(n_states: int, window_tokens: int) -> str:
 def _remarks(report: Report) -> list[str]:
     lines, drafts = [], report.question.draft_session
     if drafts is not None:
-        lines.append(f"The draft model's memory holds {format_bytes(drafts.most_bytes)} more for each session.")
+        lines.append(f"The memory of what drafts holds {format_bytes(drafts.most_bytes)} more for each session.")
     if report.attention_token_bytes is not None:
         lines.append(f"A token adds {report.attention_token_bytes:,} bytes of keys and values.")
     if report.overtakes_at is not None:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from hybridmem.memory import SpecError
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.draft_heads import DraftHead
+from hybridmem.models.draft_heads import DraftHead, Eagle3Head
 from hybridmem.models.layers.decoder import Decoder
+from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import find_folder
 from hybridmem.models.products.choice import Kind, compile_ahead, noting_kinds
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 from hybridmem.models.weights.formats import WeightFormat, weights_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "auto") -> DraftHead:
@@ -31,9 +38,63 @@ def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "a
     spec, place = model.memory_spec, find_folder(path_or_hub_id)
     checkpoint, kinds = Checkpoint(place, spec.device, spec.dtype), Counter[Kind]()
     with weights_in(cast(WeightFormat, weights), spec.device), noting_kinds(kinds):
-        head = model.load_draft_head(checkpoint)
+        load = _LOADERS.get(_architecture_of(place))
+        head = model.load_draft_head(checkpoint) if load is None else load(_config_of(place), checkpoint, model)
     if head is None:
         raise FormatError(f"{place} holds no draft head for {spec.model}; give a folder with one, or leave it out")
     if spec.device.type == "cpu":
         compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
     return cast(DraftHead, head)
+
+
+def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> DraftHead | None:
+    """Make the draft head of a folder, a GGUF file or a config.json, whose weights are on "meta", to plan with it.
+
+    Args:
+        model: a model from `dry_model`, for which the head is.
+        weights: as for `load_model`.
+    Returns None if the files hold none, or the config names none.
+    Raises:
+        SpecError: there is a config alone, which does not say whether there is a head.
+        FormatError, UnsupportedModelError: as `load_draft_head` does.
+    """
+    if not isinstance(model, Decoder):
+        raise UnsupportedModelError(f"{type(model).__name__} gives no hidden states for draft heads")
+    spec, loads = model.memory_spec, _LOADERS.get(_architecture_of(place))
+    files = find_files(place, model.config)
+    if files is None:
+        numbers = [getattr(model.config, name, None) for name in _NUMBERS]
+        if all(number is None for number in numbers):
+            raise SpecError(
+                f"{place} is a config alone, which has none of {', '.join(_NUMBERS)} and so does not say whether there "
+                "is a draft head; give the checkpoint's folder"
+            )
+        if not any(numbers):
+            return None
+    checkpoint = DryCheckpoint(type(model).__name__, spec.dtype, files)
+    with weights_in(cast(WeightFormat, weights), checkpoint.device):
+        head = model.load_draft_head(checkpoint) if loads is None else loads(_config_of(place), checkpoint, model)
+    return cast("DraftHead | None", head)
+
+
+_NUMBERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Names in configs for the number of modules of multi-token prediction."""
+
+_LOADERS: dict[str, Callable[[PreTrainedConfig, Checkpoint, Decoder], DraftHead]] = {
+    "LlamaForCausalLMEagle3": Eagle3Head.load,
+}
+"""What loads heads that are not named as the model's own, by the architecture in their config."""
+
+
+def _architecture_of(place: Path) -> str:
+    """Return the architecture that a folder's config names first, or "" without one."""
+    path = place / "config.json"
+    raw = json.loads(path.read_text()) if path.is_file() else {}
+    return str((raw.get("architectures") or [""])[0])
+
+
+def _config_of(place: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    config: PreTrainedConfig = AutoConfig.from_pretrained(place)
+    return config

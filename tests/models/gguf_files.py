@@ -92,18 +92,35 @@ def write_gguf(
 
 def described(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
     """Return llama.cpp's architecture of a checkpoint, its fields without the architecture's name, and its tensors."""
+    n_layers, nextn = config.get("num_hidden_layers") or len(config["layers_block_type"]), dict[str, Tensor]()
+    tensors = {_behind(name, n_layers): tensor for name, tensor in tensors.items()}
+    for name in [name for name in tensors if re.search(r"\.(enorm|hnorm|eh_proj|shared_head\.norm)\.weight$", name)]:
+        stored = name.replace("model.layers", "blk").replace(f".{n_layers}.", f".{n_layers}.nextn.")
+        is_offset = name.endswith("norm.weight") and config["model_type"].startswith("qwen")
+        nextn[stored.replace("shared_head.norm", "shared_head_norm")] = tensors.pop(name) + is_offset
     arch, fields, tensors = _WRITERS[config["model_type"]](config, tensors)
+    tensors |= nextn
     if "attention.key_length" in fields:
         fields["attention.value_length"] = fields["attention.key_length"]
     fields |= {
-        "block_count": config.get("num_hidden_layers") or len(config["layers_block_type"]),
-        "embedding_length": config["hidden_size"],
-    }
+        "block_count": n_layers + bool(nextn), "embedding_length": config["hidden_size"],
+        **({"nextn_predict_layers": 1} if nextn else {}),
+    }  # fmt: skip
     eps = next(config[k] for k in config if k.endswith(("norm_eps", "norm_epsilon")))
     # The name is that of the configs; llama.cpp takes either for Nemotron-H.
     is_plain = arch in (MODEL_ARCH.RWKV7, MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.NEMOTRON_H_MOE)
     fields[f"attention.layer_norm_{'' if is_plain else 'rms_'}epsilon"] = eps
     return arch, fields, tensors
+
+
+def _behind(name: str, n_layers: int) -> str:
+    """Return where llama.cpp's converter has a tensor of Qwen's draft head: in the layer behind the last one."""
+    for part, own in (
+        ("mtp.layers.0", ""), ("mtp.fc", ".eh_proj"), ("mtp.pre_fc_norm_embedding", ".enorm"),
+        ("mtp.pre_fc_norm_hidden", ".hnorm"), ("mtp.norm", ".shared_head.norm"),
+    ):  # fmt: skip
+        name = re.sub(rf"^{re.escape(part)}\.", f"model.layers.{n_layers}{own}.", name)
+    return name
 
 
 def _fused(tensors: Tensors) -> Tensors:

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.gguf.file import GgufFile, import_gguf
-from hybridmem.models.loading.gguf.names import expert_of, known_name, layer_of, name_in_no_table, table_of
+from hybridmem.models.loading.gguf.names import (
+    expert_of,
+    in_layer_behind,
+    known_name,
+    layer_of,
+    name_in_no_table,
+    nextn_of,
+    table_of,
+)
 from hybridmem.models.loading.gguf.undo import interleave_by_key_head, keys_and_values, undo
 from hybridmem.models.weights.checkpoint import MOST_MAPPED_BYTES, Checkpoint
 from hybridmem.models.weights.dry import joined
@@ -79,7 +87,7 @@ class GgufCheckpoint(Checkpoint):
         return self._file.holds_equal(one, another)
 
     def names_below(self, prefixes: Iterable[str]) -> list[str]:
-        """Return no names: heads that draft are not read from GGUF files, and `leftovers` leaves their layers out."""
+        """Return no names: `leftovers` leaves out the layers of heads that draft."""
         return []
 
     def leftovers(self) -> list[str]:
@@ -94,6 +102,9 @@ class GgufCheckpoint(Checkpoint):
 
     def _sources(self, name: str) -> list[str]:
         """Return the names of the tensors in the file from which a tensor is made, or none if there can be none."""
+        name = in_layer_behind(name, self._config.num_hidden_layers)
+        if (nextn := nextn_of(name)) is not None:
+            return [nextn]
         if expert := expert_of(name):
             found = self._mapped(expert[0])
             return [self._fused(name)] if found and found[0] not in self._file and self._fused(name) else found
@@ -135,6 +146,7 @@ class GgufCheckpoint(Checkpoint):
         return []
 
     def _read(self, name: str) -> Tensor:
+        name = in_layer_behind(name, self._config.num_hidden_layers)
         sources = self._sources(name)
         if expert := expert_of(name):
             tensor = self._read_stored(sources[0], expert[1])

@@ -85,6 +85,30 @@ def known_name(architecture: str, name: str) -> str:
     return name.replace("model.language_model.", "model.")
 
 
+_OF_A_HEAD = {
+    "mtp.fc": "eh_proj", "mtp.norm": "shared_head.norm", "mtp.pre_fc_norm_embedding": "enorm",
+    "mtp.pre_fc_norm_hidden": "hnorm",
+}  # fmt: skip
+"""Qwen's names of what a draft head has beside its layer, and DeepSeek's, which files follow."""
+
+_NEXTN = re.compile(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight")
+
+
+def in_layer_behind(name: str, n_layers: int) -> str:
+    """Return DeepSeek's name of a tensor of Qwen's draft head: it is in the layer behind the last. Others stay."""
+    stem = name.removesuffix(".weight")
+    if stem in _OF_A_HEAD:
+        return f"model.layers.{n_layers}.{_OF_A_HEAD[stem]}.weight"
+    return re.sub(r"^mtp\.layers\.(\d+)\.", lambda match: f"model.layers.{n_layers + int(match[1])}.", name)
+
+
+def nextn_of(name: str) -> str | None:
+    """Return the name in files of what a draft head has beside its layer; None for other tensors."""
+    if (match := _NEXTN.fullmatch(name)) is None:
+        return None
+    return f"blk.{match[1]}.nextn.{match[2].replace('.', '_')}.weight"
+
+
 def expert_of(name: str) -> tuple[str, int] | None:
     """Return the name of the stack of experts with this weight, and the expert's number; None for other weights."""
     if (match := _EXPERT.fullmatch(name)) is None:

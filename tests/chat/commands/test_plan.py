@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hybridmem.chat.cli import app
@@ -15,8 +17,10 @@ from hybridmem.chat.planning.quantities import read_share, read_tokens
 from hybridmem.memory import HybridMemory, MemorySpec, SpecError
 from hybridmem.memory.eviction import H2O
 from hybridmem.memory.quantization import Quantized
+from hybridmem.models import EMBEDDED, load_model
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.load import dry_model, weight_bytes
+from tests.models.families.qwen3_5 import qwen3_5_config
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 GIB = 1 << 30
@@ -222,3 +226,44 @@ def test_a_draft_model_takes_its_part_of_the_budget() -> None:
     sizes = large["session"]["most_bytes"], small["session"]["most_bytes"]
     assert 0 <= 80 * GIB // sum(sizes) - both["n_sessions"] <= 1 and both["n_sessions"] > 0
     assert both["weight_bytes"] == large["weight_bytes"] + small["weight_bytes"]
+
+
+def test_a_draft_head_takes_its_part_of_the_budget(tmp_path: Path) -> None:
+    """Its weights and memory are those of the head that is loaded; without one, auto plans without."""
+    from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint  # It skips where transformers is older.
+
+    config, place = qwen3_5_config(), tmp_path / "with-a-head"
+    write_mtp_checkpoint(place, config)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(place / "config.json", alone)
+    tensors = load_file(place / "model.safetensors")
+    save_file({name: x for name, x in tensors.items() if name.startswith("mtp.")}, alone / "model.safetensors")
+
+    def planned(model: Path | str, *options: str) -> dict[str, Any]:
+        usual = ["--model", str(model), "--json", "--context", "1k", "--budget", "64MiB", "--device", "cpu"]
+        result = CliRunner().invoke(app, ["plan", *usual, *options])
+        assert result.exit_code == 0, result.output
+        return dict(json.loads(result.stdout))
+
+    without, own, other = (
+        planned(place),
+        planned(place, "--draft-head", "auto"),
+        planned(place, "--draft-head", str(alone)),
+    )
+    model, plain = load_model(place, draft_head=True), load_model(place)
+    head_bytes = weight_bytes(model) - weight_bytes(plain)
+    assert own["weight_bytes"] - without["weight_bytes"] == head_bytes > 0
+    assert own["draft_session"]["by_kind"] == held_bytes(model.draft_head.memory_spec, 1024, 64)
+    assert own["n_sessions"] < without["n_sessions"] and without["draft_session"] is None
+    assert {key: other[key] for key in ("weight_bytes", "draft_session", "n_sessions")} == {
+        key: own[key] for key in ("weight_bytes", "draft_session", "n_sessions")
+    }
+    assert planned("embedded", "--draft-head", "auto")["draft_session"] is None, "it has no head"
+    for options, message in (
+        (["--model", str(place), "--draft-head", str(EMBEDDED)], "holds no draft head"),
+        (["--model", str(place), "--draft-head", "auto", "--draft-model", "embedded"], "leave one out"),
+        (["--model", str(CONFIGS / "jamba-1.5-mini.json"), "--draft-head", "auto"], "config alone"),
+    ):
+        result = CliRunner().invoke(app, ["plan", *options])
+        assert result.exit_code == 1 and message in result.stderr, result.output

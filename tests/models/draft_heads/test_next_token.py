@@ -19,6 +19,7 @@ from tests.models.families.deepseek_v32 import CONFIGS as INDEXED
 from tests.models.families.nemotron_h import CONFIGS as NEMOTRON
 from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config
 from tests.models.families.qwen3_next import qwen3_next_config
+from tests.models.gguf_files import write_gguf
 from tests.tolerances import assert_logits_close
 
 TOKENS = draw_tokens(24)
@@ -79,3 +80,21 @@ def test_a_head_that_is_not_wanted_stays_in_the_files_without_a_warning(
     model, other = load_model(tmp_path), load_model(tmp_path, draft_head=True)
     assert model.draft_head is None and not [each for each in recwarn if "not used" in str(each.message)]
     assert model.memory_spec.weights == other.memory_spec.weights, "sequences that were saved fit both"
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5", "qwen3.5-moe", "qwen3-next"])
+def test_a_file_of_llama_cpp_holds_the_head_of_its_checkpoint(name: str, tmp_path: Path) -> None:
+    """Under the names `nextn`, in the layer behind the last one; a file without one has no head."""
+    config = HOLDERS[name]()
+    write_mtp_checkpoint(tmp_path, config, nextn=name == "deepseek-v3")
+    logits = []
+    for path in (tmp_path, write_gguf(tmp_path, tmp_path / "model.gguf")):
+        model = load_model(path, draft_head=True)
+        assert model.draft_head is not None, path
+        memory, own = HybridMemory(model.memory_spec, "2MiB"), HybridMemory(model.draft_head.memory_spec, "1MiB")
+        with memory.step({memory.open(): TOKENS}) as step:
+            rows_TM = model.draft_head.read(HiddenRows(model)(step))
+        with own.step({own.open(): TOKENS[1:]}, outputs="all") as step:
+            logits.append(model.draft_head(step, rows_TM[:-1])[0])
+    assert_logits_close(logits[1], logits[0])
+    assert load_model(path).draft_head is None
