@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import ReferenceType, ref
 
 import numpy as np
-from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.blocks.journal import Journal
 from hybridmem.memory.blocks.staging import in_one_copy
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import BUDGET_UNIT, HOST_UNIT, BatchError, CapacityError, SequenceError
-from hybridmem.memory.interface import Dropped, Encoded, OpenRun, OpenStep, Packed, Plans, Sequence
-from hybridmem.memory.layer_memories import LayerMemories, PagesOnHost, Places, SettlesTrees, SwappedOut
-from hybridmem.memory.sequences.batch import TokenLists, pack
+from hybridmem.memory.interface import Dropped, Encoded, OpenRun, OpenStep, Packed, Sequence
+from hybridmem.memory.layer_memories import EnteredStep, LayerMemories, PagesOnHost, Places, SettlesTrees, SwappedOut
+from hybridmem.memory.sequences.batch import pack
 from hybridmem.memory.sequences.compactor import Compactor, Holders
 from hybridmem.memory.sequences.ledger import Ledger
 from hybridmem.memory.sequences.lifetime import Lifetime
@@ -31,20 +30,6 @@ from hybridmem.memory.views.sequence_view import sequence_html
 from hybridmem.memory.views.usage import Inventory
 
 _T = TypeVar("_T")
-
-
-class EnteredStep(Protocol):
-    """Declares what the coordinator reads and calls of an entered step. `memory.step.Step` has more."""
-
-    sequences: list[Sequence]
-    tokens: TokenLists
-
-    @property
-    def outputs(self) -> Any: ...
-    @property
-    def scope(self) -> ReferenceType[Any]: ...
-    def plan(self, layers: LayerMemories, packed: Packed) -> tuple[Packed, Plans]: ...
-    def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None: ...
 
 
 class Coordinator(Lifetime):

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
+from weakref import ReferenceType
 
 import numpy as np
 from torch import Tensor
@@ -16,7 +17,18 @@ from hybridmem.memory.blocks.layout import BlockLayout
 from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.memory.blocks.store import Store
 from hybridmem.memory.errors import CapacityError
-from hybridmem.memory.interface import Dropped, LayerMemory, Packed, Plans, References, Sequence, SlotTable, Stretch
+from hybridmem.memory.interface import (
+    Dropped,
+    LayerMemory,
+    OpenStep,
+    Packed,
+    Plans,
+    References,
+    Sequence,
+    SlotTable,
+    Stretch,
+)
+from hybridmem.memory.sequences.batch import TokenLists
 from hybridmem.memory.sequences.drop import drop_from_all
 from hybridmem.memory.specs import LayerSpec
 
@@ -115,6 +127,20 @@ class SwappedOut(Protocol):
     def other_files(self) -> set[str]: ...
     def keys_of(self, slot: int) -> dict[str, Int64s]: ...
     def inside_keys(self, leaving: Leaving) -> dict[str, Int64s]: ...
+
+
+class EnteredStep(Protocol):
+    """Declares what the coordinator reads and calls of an entered step. `memory.step.Step` has more."""
+
+    sequences: list[Sequence]
+    tokens: TokenLists
+
+    @property
+    def outputs(self) -> Any: ...
+    @property
+    def scope(self) -> ReferenceType[Any]: ...
+    def plan(self, layers: LayerMemories, packed: Packed) -> tuple[Packed, Plans]: ...
+    def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None: ...
 
 
 class SettlesTrees(Protocol):

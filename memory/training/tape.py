@@ -19,7 +19,7 @@ from hybridmem.defaults import ROLLBACK_WINDOW
 from hybridmem.memory.blocks.arguments import is_integer, read_count
 from hybridmem.memory.errors import BatchError, RollbackError, SequenceError, SpecError
 from hybridmem.memory.eviction import EvictionPolicy
-from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, IndexSpec, MemorySpec
+from hybridmem.memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
 from hybridmem.memory.training.boundaries import Boundaries
 from hybridmem.memory.training.chunk import Chunk, Head, Record, logprobs_of, no_values
 from hybridmem.memory.training.kept import with_own_policies
@@ -206,7 +206,10 @@ class Tape:
                 part.text.last_logits = next(ends)
 
     def _read(self, branch: Branch, tokens: Sequence[int]) -> list[int]:
-        found = torch.as_tensor(tokens)
+        try:
+            found = torch.as_tensor(tokens)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            found = torch.empty(0)
         if found.dim() != 1 or not len(found) or found.is_floating_point() or found.dtype == torch.bool:
             raise BatchError(f"{tokens!r} for {branch!r} cannot be fed; give one or more token ids")
         ids: list[int] = found.tolist()
@@ -285,11 +288,6 @@ def _check_spec(spec: MemorySpec) -> None:
             if isinstance(memory, CrossAttentionSpec):
                 raise SpecError(
                     f"layer {layer} of {spec.model} reads an encoder's output; gradients go through decoders alone"
-                )
-            if isinstance(memory, IndexSpec) and memory.span_tokens > 1:
-                raise SpecError(
-                    f"layer {layer} of {spec.model} has an index that chooses spans of {memory.span_tokens} rows; "
-                    "gradients go through indexes that choose single rows alone: train this model in transformers"
                 )
             if isinstance(memory, AttentionSpec) and memory.storage is not None:
                 raise SpecError(

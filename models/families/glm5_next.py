@@ -84,7 +84,8 @@ class Glm5Next(Decoder):
                 )
             )
         super().__init__(text, checkpoint, vocabulary, layers, in_turn(_mean_of(n_streams), norm("norm")))
-        self.see(pictures_below(PlainGridSight(config), config, checkpoint))
+        if hasattr(config, "vision_config"):  # A config for text alone has no ids of the tokens around pictures.
+            self.see(pictures_below(PlainGridSight(config), config, checkpoint))
 
     def _mixer(self, config: Any, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
         kind = config.layer_types[i]

@@ -46,7 +46,7 @@ from hybridmem.models.products.fields import (
     field_array,
     keep,
 )
-from hybridmem.models.products.kernels import kernel_of
+from hybridmem.models.products.kernels import JOINED_KERNELS, kernel_of
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,10 @@ def product_address(kind: ProductKind) -> int:
         last = (like,) if scales else ()
         return address_of(product, codes, *scales, i, i, i, amx.shape(1), no_bias, i, i, i, i, *last)
     if scales:
-        rows = np.empty((1, 1), like.dtype)
-        return address_of(product, codes, *scales, rows, no_bias, i, i, rows)
+        # Some kernels read 16-bit rows as float32, into which callers turn them. Pieces decide this for the whole.
+        reads = kind.rows if kind.kernel in JOINED_KERNELS else kernel_of(kind.kernel).rows
+        rows, out = (as_array(torch.empty(1, 1, dtype=dtype)) for dtype in (reads, kind.rows))
+        return address_of(product, codes, *scales, rows, no_bias, i, i, out)
     own = FLOATS if kind.codes == np.float32 else like
     return address_of(product, codes, i, i, i, no_bias, i, i, i, i, own)
 

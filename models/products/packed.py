@@ -55,6 +55,12 @@ class PackedWeight:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(dtype), _TYPICAL_ROWS)
         self._repeats_rows = weight.numel() >= _LARGE
 
+    def __deepcopy__(self, memo: dict[int, object]) -> PackedWeight:
+        """Copy the weight by an operator, because torch cannot copy what oneDNN has laid out."""
+        twin = object.__new__(PackedWeight)
+        twin.__dict__.update(vars(self), _weight=self._weight.clone())
+        return twin
+
     def compiled(self, bias: Tensor | None, activation: str | None) -> CompiledProduct | None:
         """Return None, because oneDNN has no separate product for few rows."""
         return None

@@ -520,8 +520,8 @@ def test_sampling_at_no_temperature_is_greedy() -> None:
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 def test_drafts_hold_no_states(fold: str) -> None:
     """Between steps a sequence holds the states and the tail that plain decoding holds.
-    Inside of a step, where the body may move while the old one must stay, one more of each at most. None of it depends
-    on how long drafts are."""
+    Inside of a step, the body may move while the old one must stay, and the head stays at the start until it is known
+    which drafts are right: two more states and one more tail at most. None of it depends on how long drafts are."""
     model, prompt = Toy(), PROMPTS[0]
     text = plain(model, [prompt], 100)[0]
     held: dict[int, tuple[int, int]] = {}
@@ -544,7 +544,7 @@ def test_drafts_hold_no_states(fold: str) -> None:
             batch.step()
             held[n_draft] = tuple(map(max, zip(held.get(n_draft, (0, 0)), count(), strict=True)))  # type: ignore[assignment]
     assert held[1] == held[4] == held[16] == held[0] == (3 if fold == "keep" else 2, 1)
-    assert max(inside.values()) <= (held[0][0] + 1, 2)
+    assert max(inside.values()) <= (held[0][0] + 2, 2)
 
 
 # Conversations
