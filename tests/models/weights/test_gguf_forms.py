@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from math import prod
@@ -33,7 +37,7 @@ from hybridmem.models.weights.coded import CodedTensor, plain_form
 from hybridmem.models.weights.formats import weights_in
 from hybridmem.models.weights.gguf_forms import FORMS
 from hybridmem.models.weights.layouts import Layout
-from tests.extent import IS_LONG, one_in
+from tests.extent import IS_LONG, one_in, only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.families.granite_moe_hybrid import granite_config
 from tests.models.families.jamba import jamba_config
@@ -225,6 +229,17 @@ def test_weights_of_several_forms_are_one_product(dtype: torch.dtype) -> None:
             if n_rows:
                 expected = torch.nn.functional.silu(x.double() @ own.T + own_bias)
                 assert_kernel_close(y, expected, dtype)
+
+
+@only_in_long
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the processors named here are x86")
+def test_weights_of_several_forms_on_processors_without_avx512(tmp_path: Path) -> None:
+    """There some kernels read rows of bfloat16 as float32. Most files of GGUF have such weights, as Q4_K_M."""
+    test = f"{__file__}::{test_weights_of_several_forms_are_one_product.__name__}"
+    names = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "", "HYBRID_MEMORY_CACHE": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", test]
+    done = subprocess.run(command, env=os.environ | names, capture_output=True, text=True)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 WIDE: dict[str, Callable[[], PreTrainedConfig]] = {
