@@ -23,6 +23,7 @@ from hybridmem.memory.prefix.cache import PrefixCache
 from tests.chat.engine.test_drafting import Repeating
 from tests.chat.engines import draw_prompt, draw_sampling, make_memory, private_bytes, scheduler_of
 from tests.extent import pick
+from tests.subjects import IS_FULL
 from tests.toy import VOCAB
 
 _MOST_TEXT, _STOPS = 90, (4,)
@@ -137,7 +138,7 @@ class Machine:
 @pytest.mark.parametrize("branches", [1, 4])
 def test_replies_are_those_of_texts_computed_anew(branches: int) -> None:
     machine = Machine(branches, branches)
-    for _ in range(pick(250, 10_000)):
+    for _ in range(10_000 if IS_FULL else pick(250, 2_000)):
         machine.step()
     stats = machine.engine.stats
     assert min(machine.seen[what] for what in ("replies", "choices", "edited", "with log probabilities")) > 2
