@@ -25,7 +25,6 @@ def product_fields(
     Args:
         weight: the array of codes, and the array of scales if codes are integers.
         n_padded: how many inputs a row has, with the zeros at its end. The field n is the number of their codes, or of
-
             inputs if weights are integers and there are no tiles.
         kernel_at: the result of `few_rows_kernels.product_address`.
     """

@@ -190,7 +190,9 @@ def _glm5_next(config: dict[str, Any], tensors: Tensors) -> Written:
     n_layers, index = config["num_hidden_layers"], {}
     rest = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
     for name in [name for name in rest if ".hc_" in name or ".indexer." in name]:
-        layer, part = re.fullmatch(r"model\.layers\.(\d+)\.(?:self_attn\.)?(.+)", name).groups()  # type: ignore[union-attr]
+        match = re.fullmatch(r"model\.layers\.(\d+)\.(?:self_attn\.)?(.+)", name)
+        assert match is not None, name
+        layer, part = match.groups()
         index[f"blk.{layer}.{_OF_INDEX.get(part, f'{part}.weight')}"] = rest.pop(name)
     as_kimi = {
         "model_max_length": config["max_position_embeddings"], "num_experts": config["n_routed_experts"],

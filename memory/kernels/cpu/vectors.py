@@ -224,11 +224,11 @@ def _in_every_lane(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def _of_float8(builder: ir.IRBuilder, codes: ir.Value) -> ir.Value:
-    """Turn float8 e4m3 into float32. The exponents of float8 have a bias that is 120 less than that of float32. Numbers
+    """Turn float8 e4m3 into float32.
 
-    below 2**-6 have no leading one. If they
-    are read with one, they are too large by 2**-6. (Moving the bits and multiplying by 2**120 would be shorter, but
-    processors are slow for such small numbers.)
+    The exponents of float8 have a bias that is 120 less than that of float32. Numbers below 2**-6 have no leading one.
+    If they are read with one, they are too large by 2**-6. (Moving the bits and multiplying by 2**120 would be shorter,
+    but processors are slow for such small numbers.)
     """
 
     def every(number: int) -> ir.Value:
