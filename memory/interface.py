@@ -261,7 +261,7 @@ class Packed:
     @cached_property
     def is_decode(self) -> bool:
         """True if every request has exactly one token."""
-        return len(self.token_ids) == len(self.slots)
+        return len(self.token_ids) == len(self.slots) == np.count_nonzero(self.counts)  # A rejected tree has none.
 
     @cached_property
     def counts(self) -> Int64s:

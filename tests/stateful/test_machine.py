@@ -153,6 +153,7 @@ class Machine(RuleBasedStateMachine):
         requests = {other: beside[1]} if other is not sequence else {}
         requests[sequence] = [token for _, token in nodes]
         parents = [link % (i + 1) - 1 for i, (link, _) in enumerate(nodes)]
+        is_chain = parents == [*range(-1, len(parents) - 1)]
         path, at = list[int](), -1
         for turn in turns:
             if following := [i for i, parent in enumerate(parents) if parent == at]:
@@ -166,7 +167,12 @@ class Machine(RuleBasedStateMachine):
                     rows = dict(zip(requests, step.split(self.toy(step)), strict=True))
                     if fault == "model":
                         raise InjectedError
-                    step.accept({sequence: path})
+                    try:
+                        step.accept({sequence: path})
+                    except RollbackError:
+                        assert is_chain and len(parents) - len(path) > self.window
+                        path = [*range(len(parents))]
+                        step.accept({sequence: path})
                     if fault == "exit":
                         raise InjectedError
         except (InjectedError, CapacityError):
@@ -183,7 +189,8 @@ class Machine(RuleBasedStateMachine):
             self.subject.assert_same(rows[sequence][way], self.recomputed(after)[length:])
         if path:
             self.model[sequence] = (*before, tuple(requests[sequence][node] for node in path))
-            self.peaks[sequence] = max(self.peaks[sequence], sequence.length)
+            fed = length + len(parents) if is_chain else sequence.length  # A tree counts as its accepted path alone.
+            self.peaks[sequence] = max(self.peaks[sequence], fed)
         if other is not sequence:
             self.model[other] = (*self.model[other], tuple(beside[1]))
             self.peaks[other] = max(self.peaks[other], other.length)
