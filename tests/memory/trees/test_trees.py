@@ -124,6 +124,23 @@ def test_a_fork_and_its_origin_go_down_different_paths() -> None:
         assert_split_close(found[-1], feed(memory, TOY, memory.open(), one.tokens.tolist())[-1])
 
 
+@pytest.mark.parametrize("fold", ["keep", "replay"])
+def test_a_rejected_tree_leaves_all_tokens_of_others(fold: Folds) -> None:
+    """As many tokens are then kept as there are sequences, and yet this is no decode step."""
+    memory = memory_of(fold=fold)
+    rejected, chain = memory.open(), memory.open()
+    for sequence in (rejected, chain):
+        feed(memory, TOY, sequence, PROMPT)
+    with memory.step({rejected: TOKENS, chain: [14, 15]}, parents={rejected: PARENTS}) as step:
+        TOY(step)
+        step.accept({rejected: []})
+    memory.check()
+    for sequence, tokens in ((rejected, PROMPT), (chain, [*PROMPT, 14, 15])):
+        assert sequence.tokens.tolist() == tokens
+        found = feed(memory, TOY, sequence, [6])
+        assert_split_close(found[-1], feed(memory, TOY, memory.open(), [*tokens, 6])[-1])
+
+
 def test_positions_are_the_length_and_the_depth() -> None:
     memory = memory_of()
     sequence = memory.open()
