@@ -238,11 +238,11 @@ class Machine(RuleBasedStateMachine):
         horizon, parts = sequence.horizon, head(self.model[sequence], to)
         marks = [s for s in self.model if s.is_checkpoint and not s.is_swapped and s.length >= to]
         through = [s for s in marks if joined(head(self.model[s], to)) == joined(parts)]
-        if 0 < to < horizon:  # through a checkpoint, whose own furthest position counts from now on
+        if 0 < to < horizon:  # through one of these, whose own furthest position counts from now on
             cuts = {self.model[s] for s in through}
             if self.subject.is_lossy and len({head(cut, to) for cut in cuts}) > 1:
                 return  # which of them it is cannot be seen from here
-            parts, self.peaks[sequence] = head(cuts.pop(), to), min(self.peaks[s] for s in through)
+            parts, self.peaks[sequence] = head(cuts.pop(), to), max(self.peaks[s] for s in through)
         elif to == 0 and horizon > 0:
             self.peaks[sequence] = 0
         self.memory.rollback(sequence, to=to)
