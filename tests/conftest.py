@@ -18,8 +18,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.extent import pick
 
-# Bytecode is kept, also where the environment says that it is not, as in containers. Otherwise each process that tests
-# start compiles every file of the library that it imports; for all files this takes six seconds.
+# Bytecode is kept even where the environment forbids it, as in containers. Otherwise each process that tests start
+# compiles every file of the library that it imports, which takes six seconds for all files.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -49,7 +49,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
         torch.set_num_threads(1)
     if xdist.is_xdist_worker(session):
-        # A worker for each core is there already, so one compiles alone: a helper takes seconds to import torch.
+        # There is already a worker for each core, so each worker compiles alone. A helper would take seconds to import
+        # torch.
         from hybridmem.memory.kernels.cpu import warm_up
 
         sys.modules[warm_up.__module__]._n_cores = lambda: 1  # type: ignore[attr-defined]
@@ -70,8 +71,8 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draws are the same in every run, also those of requests that name no seed."""
     import torch
 
-    # As torch.manual_seed, which formats the stack for each kind of device that is not in use, three milliseconds a
-    # test.
+    # torch.manual_seed would do the same, but it formats the stack for each kind of device that is not in use. That
+    # takes three milliseconds in each test.
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)

@@ -57,7 +57,7 @@ class Recorder:
             signature[name] = (
                 TYPES[arg.dtype] if isinstance(arg, Tensor) else "fp32" if isinstance(arg, float) else "i32"
             )
-            if isinstance(arg, int) and arg == 1:  # A launch does the same.
+            if isinstance(arg, int) and arg == 1:  # Triton does the same when it launches a kernel.
                 signature[name], values[name] = "constexpr", 1
             elif isinstance(arg, Tensor) or (isinstance(arg, int) and arg % 16 == 0):
                 attributes[(i,)] = [["tt.divisibility", 16]]

@@ -102,7 +102,8 @@ class _Tracer:
             if place not in self.places and place[1] not in _returns(frame.f_code, self._number):
                 self.places[place] = None
                 if place == self._chosen:
-                    sys.settrace(None)  # else a handler would run between bytecodes where Python lets none run
+                    # Otherwise a handler would run between bytecodes where Python itself lets none run.
+                    sys.settrace(None)
                     signal.raise_signal(self._number)
         return self
 
@@ -170,12 +171,12 @@ def try_places(
                 n_tried += 1
                 continue
             _TRIED.add((operation, number, place))
-        for _ in range(2 if TRIES_ALL else 1):  # A memory that has been interrupted before may not come there.
+        for _ in range(2 if TRIES_ALL else 1):  # A memory that has been interrupted before may not reach this place.
             call, verify = attempt()
             outcome, found = interrupted(call, place, number)
             if place in found:
                 break
-        else:  # what has been kept from the calls before, this one need not do
+        else:  # This call need not reach the place, because earlier calls have left what it would compute.
             continue
         n_tried += 1
         try:

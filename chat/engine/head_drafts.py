@@ -77,7 +77,7 @@ class HeadDrafter(ModelDrafter):
         # Without the hidden state of the last position, there is no pair from which to draft.
         return super().draft({job: n for job, n in wanted.items() if self._rows_of(job) is not None})
 
-    # Hidden states
+    # The methods below hold hidden states.
 
     def _hold(self, step: Step, rows_TR: Tensor) -> None:
         """Hold the hidden states of an open step, in the caller's order, and feed the oldest if too many are held.
@@ -142,7 +142,7 @@ class HeadDrafter(ModelDrafter):
         for job, guess in guesses.items():
             self._followers[job].n_settled += len(guess.next_ids)
 
-    # Sequences of the head
+    # The methods below open and advance the sequences of the head.
 
     def _open(self, job: Job, base: list[int]) -> Follower:
         """Open a sequence that begins where hidden states are held, or after a cached prefix of the text."""

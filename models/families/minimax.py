@@ -110,7 +110,8 @@ def _load_mixture(config: MiniMaxConfig, checkpoint: Checkpoint, prefix: str) ->
         checkpoint, f"{prefix}.experts", n_experts, n_model, config.intermediate_size, config.hidden_act,
         names=("w1", "w3", "w2"),
     )  # fmt: skip
-    # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
+    # The router is float32 whatever the model's dtype, because scores decide which experts run, and close scores are
+    # common.
     router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
     route = partial(softmax_then_choose, renormalise=True)
     return MixtureOfExperts(router, experts, config.num_experts_per_tok, route)

@@ -34,7 +34,7 @@ REPLIES = ["Okay, noted.", "You have not told me that."]
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 
-# generate
+# The tests below run `generate`.
 
 
 def test_several_prompts_print_their_replies_in_order() -> None:
@@ -157,7 +157,7 @@ def test_usage_errors(arguments: list[str], word: str) -> None:
     assert f"--{word}" in result.stderr and "Traceback" not in result.stderr
 
 
-# Templates
+# The tests below are about templates.
 
 
 def test_a_template_that_rewrites_history_is_refused(tokenizer: Tokenizer) -> None:
@@ -174,7 +174,7 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer: Tokenizer) -> No
         encode_prompt(copy, "hello", is_chat=True)
 
 
-# Conversations and the demo
+# The tests below are about conversations and the demo.
 
 
 @pytest.mark.parametrize("max_reply_tokens", [32, 3])
@@ -246,7 +246,7 @@ def test_the_demo_refuses_what_cannot_work(embedded: LanguageModel) -> None:
         run_demo(embedded, bare)
 
 
-# warmup
+# The tests below run `warmup`.
 
 
 def test_warmup_says_that_it_is_done() -> None:

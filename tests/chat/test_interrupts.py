@@ -73,7 +73,7 @@ def assert_nothing_left(memory: HybridMemory) -> None:
     assert not usage.by_sequence and usage.used_bytes == 0
 
 
-# Speculative decoding
+# The tests below interrupt speculative decoding.
 
 PROMPTS = [[4, 5, 6, 7, 4, 5, 6], [9]]
 
@@ -139,7 +139,7 @@ def test_logits_that_say_nothing_leave_the_step_as_it_was() -> None:
         assert sequence.length == 0
 
 
-# Beams
+# The tests below interrupt beams.
 
 
 @pytest.mark.parametrize("search", ["beams", "n best"])
@@ -159,7 +159,7 @@ def test_an_interrupted_search_leaves_no_sequence(search: str, number: int) -> N
     try_places(attempt, 8, edges=("chat/decoding/beams.py",), number=number)
 
 
-# The engine
+# The tests below interrupt the engine.
 
 
 def make_engine(model: Counting, tokenizer: Tokenizer | None = None) -> Engine:
@@ -210,7 +210,7 @@ def test_an_interrupted_engine_goes_on(what: str, number: int) -> None:
     try_places(attempt, 12, number=number)
 
 
-# Chats
+# The tests below interrupt chats.
 
 CALLS: dict[str, Callable[[ChatSession], Any]] = {
     "say": lambda session: session.say("And you?"),

@@ -88,7 +88,8 @@ def go_and_return(toy: Toy, memory: HybridMemory, sequences: list[Sequence]) -> 
             further[sequence] = cut(text(n_further, i), (1,) if way == "decode" else (n_further,))
     feed_together(toy, memory, further)
     for sequence, way, length in zip(sequences, ways, lengths, strict=True):
-        if way == "fork":  # At the furthest position, the sequence becomes another one, by way of host memory.
+        # At the furthest position, a fork that was swapped out and in takes the place of the sequence.
+        if way == "fork":
             sequence = memory.fork(sequence)
             memory.swap_out(sequence)
             memory.swap_in(sequence)
@@ -126,5 +127,5 @@ def test_what_a_sequence_returned_from_is_not_seen(
     assert float(found[twins[0]].std()) > 1
     for back, twin, tokens in zip(returned, twins, accepted, strict=True):
         assert back.tokens.tolist() == twin.tokens.tolist()
-        # what was accepted is a part of a chunk here, and a decode there: the same to rounding
+        # Accepted tokens were a part of a chunk here, and are decoded there. So they are the same to rounding.
         subject.assert_same(found[back], found[twin], bits=not tokens)

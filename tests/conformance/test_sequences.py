@@ -129,7 +129,7 @@ def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:
         subject.assert_same(logits[i : i + 1], subject.fresh(steps, WINDOW)[-1:])
 
 
-# Capacity
+# The tests below are about capacity.
 
 
 def bytes_of(subject: Subject, n_sequences: int, n_tokens: int) -> int:
@@ -185,7 +185,7 @@ def test_the_split_follows_demand(subject: Subject) -> None:
     assert usage.padding_bytes == 0
 
 
-# run
+# The tests below are about `run`.
 
 
 def test_run_gives_what_one_step_would(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

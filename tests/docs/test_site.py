@@ -108,7 +108,7 @@ def load_script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclass looks itself up there
+    sys.modules[name] = module  # The dataclass of the module looks up its own module there.
     spec.loader.exec_module(module)
     return module
 

@@ -54,7 +54,7 @@ def age() -> None:
 def main(root: Path, step: int) -> None:
     """Kill at every `step`-th file call; write to the file `ends` what each of the caches then has."""
     lines = []
-    numba.njit(lambda x: x)(1)  # The children inherit what numba sets up once.
+    numba.njit(lambda x: x)(1)  # This sets up numba once, and the children inherit it.
     for n in range(0, 10**6, step):
         os.environ["HYBRID_MEMORY_CACHE"] = str(root / str(n))
         killed = run_in_child(lambda n=n: call_with(lambda: add_one(3), KINDS["disk full"], n, kills=True).result != 4)

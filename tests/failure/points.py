@@ -150,7 +150,7 @@ def call_with(call: Callable[[], Any], kind: Kind, failing: int | None, *, kills
     outcome = Outcome()
 
     def profile(frame: FrameType, event: str, called: Any) -> None:
-        # Torch asks a mode in the middle of any of its functions, also in a callback of C, which can raise nothing.
+        # Torch calls a mode in the middle of any of its functions, even from a callback in C, which cannot raise.
         if frame.f_code.co_name == "__torch_function__" and event == "call":
             return
         if event not in ("call", "c_call") or not kind.matches(frame, event, called):

@@ -159,7 +159,7 @@ def _is_done(scene: Scene, outcome: Outcome, ends: Ends) -> bool:
     if outcome.error is None:
         assert is_done, f"it returned, and left {_difference(found, ends.after)}"
     assert is_done or found == ends.before, f"half done: {_difference(found, ends.before)}"
-    # where only the folder's way to the disk fails, the new file is there, and whole
+    # If only syncing the folder fails, the new file is there and complete.
     assert scene.file() in (scene.saved, ends.file_after), "the file is neither the old nor the new one"
     return is_done
 

@@ -82,7 +82,8 @@ def main(seconds: float) -> None:
 
     thrower = threading.Thread(target=throw, daemon=True)
     thrower.start()
-    while thrower.is_alive():  # Again, because an exception may come between the blocks that expect it.
+    # This goes on in a loop, because an exception may come between the blocks that expect it.
+    while thrower.is_alive():
         try:
             play.go_on_whatever_comes()
             state["throws"] = False

@@ -12,7 +12,7 @@ from hybridmem.memory.kernels import chosen_kernels
 from hybridmem.memory.recorded import RecordedModel
 from tests.subjects import Subject
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch warns of its own tools here.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # Torch warns of its own tools here.
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
@@ -91,7 +91,7 @@ def test_a_plan_goes_up_in_one_copy(subject: Subject) -> None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step = memory.step({s: [2] for s in sequences}).__enter__()
         if not subject.name.startswith(COUNTS_EXPERTS):
-            subject.model(step)  # Nothing follows the model inside of the step.
+            subject.model(step)  # The step contains the model alone, and nothing after it.
         torch.cuda.synchronize()
     copies = [event for event in found.events() if "Memcpy HtoD" in event.name]
     assert len(copies) == 1, [event.name for event in copies]

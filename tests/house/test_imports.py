@@ -91,7 +91,7 @@ def test_no_part_of_torch_is_imported_for_a_gguf_file_that_uses_nothing_of_it(tm
     assert unused.isdisjoint(names)
 
 
-# In a folder with modules of the same names as our packages
+# The tests below run in a folder with modules of the same names as our packages.
 
 
 README_LINES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)

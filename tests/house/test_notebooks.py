@@ -45,7 +45,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
         | {
             "PYTHONPATH": os.pathsep.join(paths),
             "IPYTHONDIR": str(tmp_path_factory.mktemp("ipython")),
-            "OMP_NUM_THREADS": "1",  # as the tests: these models are tiny
+            "OMP_NUM_THREADS": "1",  # The tests set this too, because these models are tiny.
         }
     )
     yield manager

@@ -110,7 +110,7 @@ def test_scores_of_minus_infinity(
         assert_same(pages.attend(OnDevice(device)), pages.attend(reference))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # The interpreter warns of numbers that only fill a tile.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # The interpreter warns of numbers that only pad a tile.
 @pytest.mark.usefixtures("split_rows")
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_keys_that_score_minus_infinity(device: torch.device, softcap: float | None) -> None:

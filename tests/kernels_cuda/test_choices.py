@@ -136,7 +136,7 @@ def test_a_choice_is_made_for_a_request_whatever_else_is_in_the_step(device: tor
     assert asked == together and len(together) > 1
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch recommends to compile instead.
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Torch recommends to compile instead.
 def test_what_torch_ships_computes_the_same_over_a_prompt(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

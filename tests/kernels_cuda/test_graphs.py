@@ -299,7 +299,7 @@ def test_a_model_is_run_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_real_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Products that numba compiled are no operations of torch, so that no recording on a CPU could hold them.
+    # Torch does not see products that numba compiled, so a recording on a CPU cannot hold them.
     monkeypatch.setattr("hybridmem.models.products.kernels.KERNELS", {})
     subject = make_subject("model:bamba defer", tmp_path)
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")

@@ -50,7 +50,7 @@ def feed(memory: HybridMemory, model: Toy, sequence: Sequence, tokens: object) -
         return model(step)
 
 
-# Bad input: a named error with the value and the remedy, nothing changed
+# The tests below give bad input. It must raise a named error with the value and the remedy, and change nothing.
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_every_error_is_ours() -> None:
     assert [name for name in library.__all__ if not hasattr(library, name)] == []
 
 
-# Bytes
+# The tests below count bytes.
 
 
 def test_bytes_are_what_the_spec_says(toy: Toy) -> None:
@@ -276,7 +276,8 @@ def test_bytes_are_what_the_spec_says(toy: Toy) -> None:
     feed(memory, toy, a, [1] * 40)
     feed(memory, toy, b, [2] * 5)
     usage = memory.usage()
-    # Layer 0: 2 heads of 4, layer 2: 1 head of 4; keys and values; float32. Every field is a multiple of 64 bytes here.
+    # Layer 0 has 2 heads of 4 and layer 2 has 1 head of 4, with keys and values in float32. Every field is a multiple
+    # of 64 bytes here.
     page_bytes = 2 * page_tokens * (2 * 4 + 1 * 4) * 4
     # There are four tensors of 5 elements, each in 64 bytes, and a 4 x 4 matrix.
     state_bytes = 4 * (64 // 4) * 4 + 4 * 4 * 4
@@ -335,7 +336,7 @@ DEFERRING, DEFERRING_SHORT, MOVING = SSDShape(4, 64, 1, 64, 4).spec(), mamba1_sp
         ((DEFERRING, short_conv_spec(8, 3)), "cuda", 32, "defer"), ((DEFERRING, MOVING), "cuda", 32, "replay"),
         ((), "cuda", 32, "replay"),
         ((DEFERRING,), "meta", 32, "replay"), ((DEFERRING,), "cpu", 32, "keep"),
-        # 10 bytes a token and channel, 64 a state
+        # A token takes 10 bytes for each channel, and a state 64.
         ((DEFERRING_SHORT,), "cuda", 32, "replay"), ((DEFERRING_SHORT,), "cuda", 4, "defer"),
     ],
 )  # fmt: skip
@@ -423,7 +424,7 @@ def test_layouts_of_real_models_hardly_pad() -> None:
     memory.check()
 
 
-# Dry runs, slots, models that remember nothing
+# The tests below are about dry runs, slots, and models that remember nothing.
 
 
 def test_a_dry_run_keeps_the_same_books(toy: Toy) -> None:
@@ -480,7 +481,7 @@ def test_positions_and_packing(hybrid: HybridMemory, toy: Toy) -> None:
         toy(step)
 
 
-# check() is real
+# The tests below show that check() finds faults.
 
 
 def test_check_finds_a_lost_and_a_doubled_reference(hybrid: HybridMemory, toy: Toy) -> None:
@@ -520,7 +521,7 @@ def test_rollback_error_carries_its_numbers() -> None:
     assert (error.to, error.horizon, error.resume_at) == (3, 5, 0)
 
 
-# How bodies move
+# The tests below are about how bodies move.
 
 
 def test_a_fold_that_does_not_exist(toy: Toy) -> None:
@@ -558,7 +559,7 @@ def test_kept_states_make_replay_rare(toy: Toy, monkeypatch: pytest.MonkeyPatch)
         assert (sum(rows) == n_recurrences * (21 + 64)) == (fold == "keep")
 
 
-# Dtypes of states
+# The tests below are about dtypes of states.
 
 
 def test_state_dtype_halves_the_states_and_is_checked() -> None:
@@ -590,7 +591,7 @@ def test_state_dtype_halves_the_states_and_is_checked() -> None:
             HybridMemory(spec, "1MiB", state_dtype=wrong)  # type: ignore[arg-type]
 
 
-# Attention windows
+# The tests below are about attention windows.
 
 
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])

@@ -43,7 +43,7 @@ def test_numbers_come_back_to_half_a_scale(bits: int, by_channel: bool) -> None:
         else grouped.amax(-1) - grouped.amin(-1)
     )
     largest = grouped.abs().amax(1, keepdim=True) if by_channel else grouped.abs().amax(-1)
-    # Half a step of the group; float16 moves its low end by an ulp at most, and the step.
+    # A number may be off by half a step of its group. Float16 moves the group's low end and its step by an ulp at most.
     step = (spread + (largest * 2**-10).clamp(min=2**-24)) / (2**bits - 1) * (1 + 2**-10) + 2**-24
     allowed = step / 2 + largest * 2**-21
     assert ((y - x).abs() <= allowed.repeat_interleave(x.shape[-1] // allowed.shape[-1], -1)).all()

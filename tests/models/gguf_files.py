@@ -338,7 +338,7 @@ def _lfm2_moe(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dic
     found: Tensors = {}
     for name, tensor in stack_experts(_of_states(tensors), "feed_forward").items():
         *rest, part, _ = name.split(".")
-        if ".experts." in name and part in parts:  # stacked
+        if ".experts." in name and part in parts:  # These tensors are stacked.
             name = ".".join((*rest, parts[part], "weight"))
         found[name + ".bias" if name.endswith("expert_bias") else name] = tensor
     return MODEL_ARCH.LFM2MOE, fields, renamed(MODEL_ARCH.LFM2MOE, found)

@@ -40,7 +40,7 @@ Path = tuple[str, ...]
 Changes = dict[Path, Any]
 
 SUBJECTS: dict[str, Callable[[], PreTrainedConfig]] = {
-    # transformers does not know it
+    # Transformers does not know this family.
     **{name: config for name, config in checkpoints.CONFIGS.items() if not name.startswith("rwkv7")},
     **test_encoder_decoder.CONFIGS,
     "qwen3.5-that-sees": lambda: Qwen3_5Config(text_config=qwen3_5_config().to_dict(), vision_config=EYES),
@@ -65,11 +65,13 @@ ABSENT = object()
 _NOT_OPTIONS = {
     "architectures", "model_type", "transformers_version", "_name_or_path", "id2label", "label2id", "vision_config",
     "dtype",  # `load_model` chooses how numbers are stored.
-    # xLSTM's most tokens at once: with few of them transformers rounds its states in between, with 0 it never ends.
+    # This limits how many tokens xLSTM takes at once. With few of them, transformers rounds its states in between; with
+    # 0, it never ends.
     "max_inference_chunksize",
-    # How Qwen4-Exp's files are cut. They load however that is, and transformers cannot write them in no part at all.
+    # This says into how many parts Qwen4-Exp's files are cut. They load with any number, and transformers cannot write
+    # them with 0.
     "split_ngram_parts",
-    # Ids from this one on are no tokens, and refused as such; transformers embeds them all the same.
+    # Ids from this one on are no tokens. The model refuses them, and transformers embeds them.
     "unpadded_vocab_size",
 }  # fmt: skip
 _WORDS = (
@@ -242,7 +244,7 @@ def judge(subject: str, changes: Changes) -> Verdict:
         except HybridMemoryError as error:
             if any(name in str(error) for name in _names(changes)):
                 return Verdict("refused", str(error))
-            if "cannot write" in str(error):  # transformers writes no file of it, so none can be loaded.
+            if "cannot write" in str(error):  # Transformers writes no file of it, so none can be loaded.
                 return Verdict("impossible", str(error))
             return Verdict("impossible" if expected is None else "wrong", f"refused without a name: {error}")
         except Exception as error:

@@ -118,7 +118,7 @@ def write_lfm3_vl(folder: Path) -> PreTrainedModel:
 def write_nemotron_h_omni(folder: Path) -> PreTrainedModel:
     ears = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_hidden_size": 16}
     ears |= {"projection_bias": False}
-    text = nemotron_config(num_nextn_predict_layers=1).to_dict()  # so that the tower's output is normed
+    text = nemotron_config(num_nextn_predict_layers=1).to_dict()  # With this option, the tower's output is normed.
     config = NemotronH_Omni_Reasoning_V3_Config(
         text_config=text, vision_config=RADIO_EYES, vision_hidden_size=16, projector_hidden_size=12,
         image_token_id=PLACEHOLDER, video_token_id=4, audio_token_id=7, audio_config=ears,

@@ -120,7 +120,7 @@ def test_several_fields_at_once_are_honoured_or_refused(subject: str) -> None:
     assert not wrong_of(subject, [random_changes(subject, generator) for _ in range(n_drawn)])
 
 
-# What these tests can see
+# The tests below show what these tests can see.
 
 
 def test_a_field_that_was_ignored_would_show(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def test_chunks_of_a_long_target(pair: Pair) -> None:
     assert_logits_close(logits, pair.expected(0, TOKENS[0]))
 
 
-# Nonsense
+# The tests below give nonsense.
 
 
 def test_sequences_and_models_that_do_not_fit(pair: Pair) -> None:

@@ -25,7 +25,7 @@ ONE_OF_EACH = (
     "mamba", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen4-exp", "recurrent-gemma", "rwkv",
     "xlstm", "zamba", "zamba2", "zaya",
 )  # fmt: skip
-ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one.
+ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one of them.
 
 
 def run(model: LanguageModel) -> Tensor:
@@ -155,7 +155,8 @@ def test_adapters_run_where_modules_are_called_and_are_refused_where_weights_are
         attach(model)
     model = copy.deepcopy(hf_model("deepseek-v3"))
     attention = model.model.layers[1].self_attn
-    attention.kv_b_proj = Adapter(attention.kv_b_proj)  # which makes keys and values of what is remembered
+    # This linear layer makes keys and values of the rows that are remembered.
+    attention.kv_b_proj = Adapter(attention.kv_b_proj)
     with pytest.raises(UnsupportedModelError, match="adapter around a Linear whose weights a layer reads"):
         attach(model)
 

@@ -25,7 +25,8 @@ ONE_OF_EACH = (
 )  # fmt: skip
 IN_NEWER = () if IS_RENAMED else ("inkling2",)
 """Models that are attached with newer versions of transformers alone."""
-ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS and name not in IN_NEWER)  # 5.23 lacks one.
+# Transformers 5.23 lacks one of them.
+ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS and name not in IN_NEWER)
 WITH_BIASES = (
     "bailing-hybrid-two-of-eight-experts-in-groups",
     "bamba-biases",
@@ -71,7 +72,7 @@ def test_greedy_generation_is_that_of_transformers_own_cache(name: str, lengths:
     with attached(name, len(lengths)) as (model, cache):
         actual = generate(model, tokens, mask, **given(cache))
         assert [sequence.length for sequence in cache.sequences] == [n + N_NEW - 1 for n in lengths]
-        for row, sequence in enumerate(cache.sequences):  # the newest token is nobody's yet
+        for row, sequence in enumerate(cache.sequences):  # The newest token has not been fed, so no sequence has it.
             assert sequence.tokens.tolist() == actual.sequences[row, -sequence.length - 1 : -1].tolist()
     assert stacked(expected).std() >= 1
     assert torch.equal(actual.sequences, expected.sequences)
@@ -159,7 +160,7 @@ def test_a_prompt_may_be_fed_in_chunks(name: str) -> None:
     assert_logits_close(torch.cat(parts, 1), logits(hf_model(name), tokens[1:]))
 
 
-# Drafts
+# The tests below are about drafts.
 
 
 @pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5"])
@@ -205,7 +206,7 @@ def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
         generate(model, ids(6), **given(cache), prompt_lookup_num_tokens=4)
 
 
-# Beside the rest of the library
+# The tests below run beside the rest of the library.
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, "bailing-hybrid", "deepseek-v2", "deepseek-v3", "kimi-linear"])

@@ -173,7 +173,7 @@ def test_every_split_in_two(pair: Pair) -> None:
             parts.append(step.split(pair.model(step)))
     for first, second in zip(*parts, strict=True):
         assert_split_close(torch.cat([first, second]), whole)
-    for at in (1, N_PROMPT // 2, N_PROMPT - 1):  # and with nobody beside it
+    for at in (1, N_PROMPT // 2, N_PROMPT - 1):  # Here nobody runs beside it.
         assert_split_close(pair.feed_fresh(prompt[:at], prompt[at:]), whole)
 
 
@@ -225,7 +225,7 @@ def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
         with pytest.raises(DropError, match="approximate=True"):
             memory.drop(sequence, 1, 4)
     span = max((memory.span_tokens for memory in memories if isinstance(memory, IndexSpec)), default=1)
-    if span > 1:  # a key of the index stands for several tokens, which cannot part
+    if span > 1:  # A key of the index stands for several tokens, which cannot be dropped one by one.
         with pytest.raises(DropError, match=f"give multiples of {span}"):
             memory.drop(sequence, 1, 5, approximate=True)
     memory.drop(sequence, *((1, 4) if span == 1 else (span, 3 * span)), approximate=is_recurrent)
@@ -234,7 +234,7 @@ def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
         assert torch.isfinite(pair.model(step)).all()
 
 
-# What these tests can see
+# The tests below show what these tests can see.
 
 
 @each_family
@@ -258,7 +258,7 @@ def test_any_forgotten_memory_would_show(pair: Pair) -> None:
         if name != "rotary keys" or m.value_dim != m.head_dim
     }
     indexes = {"index" for layer in spec.layers for m in layer if isinstance(m, IndexSpec)}
-    # What is remembered of an unfinished span shows when a later query would choose the span, or not.
+    # The memory of an unfinished span shows only in whether a later query chooses that span.
     end = N_PROMPT + (8 if "window" in states else 1)
     for name in sorted(states | rows | indexes):
         memory = pair.memory()

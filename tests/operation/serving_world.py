@@ -203,7 +203,7 @@ class ServingWorld:
         }  # fmt: skip
         await self.app(scope, receive, send)
 
-    # What must hold
+    # The methods below check what must hold.
 
     def _end(self, *, may_refuse: bool) -> None:
         for client in self._clients:

@@ -124,7 +124,7 @@ class World:
         waiting = [asked.generation for asked in self._asked if not asked.generation.is_finished]
         raise AssertionError(f"seed {self.seed}: {len(waiting)} wait for ever, after {MOST_STEPS} steps: {waiting[:3]}")
 
-    # What happens
+    # The methods below do what happens.
 
     def _arrive(self) -> None:
         random = self._random
@@ -154,7 +154,7 @@ class World:
     def _break_model(self) -> None:
         self._fails = self._random.randrange(1, 4)
 
-    # What must hold
+    # The methods below check what must hold.
 
     def _end(self) -> None:
         for asked in self._asked:

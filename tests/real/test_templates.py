@@ -100,7 +100,8 @@ def test_drawn_calls_are_read(templates: dict[str, str], kind: str, name: str) -
     tokenizer, habits = tokenizer_of(templates[name])
     assert habits.calls is not None
     grammars = Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
-    # Where a line break ends a list and a comma continues it, what favours ends favours commas.
+    # In some formats a line break ends a list and a comma continues it. There, a bias towards ends is a bias towards
+    # commas.
     required = Required([FORMAT, NOW], habits.calls, is_parallel=not name.startswith("Cohere"))
     grammar = make_grammar(grammars, habits, None, required, must_call=True, is_thinking=False)
     for seed in range(3):

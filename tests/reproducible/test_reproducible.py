@@ -164,7 +164,7 @@ def test_a_steady_function_gives_a_number_the_same_bits_anywhere(function: Any) 
         same = steady(function)
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(3)  # Thirds of the numbers do not fill vectors.
+        torch.set_num_threads(3)  # A third of the numbers does not fill whole vectors.
         whole, differing = same(x), 0
         assert torch.allclose(whole, function(x))
         for _ in range(200):

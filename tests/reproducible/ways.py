@@ -97,7 +97,7 @@ def redo(walk: Walk) -> None:
     seen, walk.logits = walk.logits, walk.logits[:reached]
     walk.feed(min(walk.random.choice(CHUNKS), len(walk.tokens) - reached))
     n = min(len(seen), walk.at)
-    if n < len(seen):  # What was fed again is compared as well, for the last of both stays.
+    if n < len(seen):  # The outputs of tokens that were fed twice are compared as well: the second ones stay.
         walk.memory.run(walk.model, {walk.sequence: walk.tokens[n : len(seen)]})
         walk.logits = walk.logits + seen[n:]
 

@@ -77,7 +77,7 @@ class Machine(RuleBasedStateMachine):
 
     def start(self, memory: HybridMemory) -> None:
         self.memory, self.window = memory, memory.rollback_window
-        # So that short examples have something to go back in, and something shared.
+        # Even short examples then have something to go back in, and something that is shared.
         self.open()
         self.step([(0, [i % VOCAB for i in range(25)])], [], None)
         self.fork(0, mark=False)
@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
             self.subject.assert_same(rows[sequence][way], self.recomputed(after)[length:])
         if path:
             self.model[sequence] = (*before, tuple(requests[sequence][node] for node in path))
-            fed = length + len(parents) if is_chain else sequence.length  # A tree counts as its accepted path alone.
+            fed = length + len(parents) if is_chain else sequence.length  # Of a tree, only the accepted path counts.
             self.peaks[sequence] = max(self.peaks[sequence], fed)
         if other is not sequence:
             self.model[other] = (*self.model[other], tuple(beside[1]))
@@ -238,10 +238,11 @@ class Machine(RuleBasedStateMachine):
         horizon, parts = sequence.horizon, head(self.model[sequence], to)
         marks = [s for s in self.model if s.is_checkpoint and not s.is_swapped and s.length >= to]
         through = [s for s in marks if joined(head(self.model[s], to)) == joined(parts)]
-        if 0 < to < horizon:  # through a checkpoint, whose own furthest position counts from now on
+        # The rollback goes through a checkpoint. The furthest position of that checkpoint counts from now on.
+        if 0 < to < horizon:
             cuts = {self.model[s] for s in through}
             if self.subject.is_lossy and len({head(cut, to) for cut in cuts}) > 1:
-                return  # which of them it is cannot be seen from here
+                return  # One cannot see here which of them it is.
             parts, self.peaks[sequence] = head(cuts.pop(), to), min(self.peaks[s] for s in through)
         elif to == 0 and horizon > 0:
             self.peaks[sequence] = 0

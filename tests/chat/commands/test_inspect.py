@@ -77,7 +77,7 @@ def forge(path: Path, **changes: Any) -> Path:
     return forged
 
 
-# What is whole
+# The tests below inspect files that are whole.
 
 
 def test_a_saved_sequence(saved: tuple[Path, dict[str, int]]) -> None:
@@ -159,7 +159,7 @@ def test_a_model_whose_tensors_do_not_fit(tmp_path: Path) -> None:
     assert facts["loads"] == "yes" and facts["tensors that nobody asks for"] == ["surplus"]
 
 
-# What is not
+# The tests below inspect files that are damaged.
 
 
 def test_damaged_and_foreign_files_are_one_line(saved: tuple[Path, dict[str, int]], chat: Path, tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_hostile_strings_are_shown_harmlessly(saved: tuple[Path, dict[str, int]]
     )
 
 
-# Trees
+# The tests below inspect trees.
 
 
 def test_a_sequence_with_checkpoints_and_forks(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_all_three_sources_say_the_same_and_the_nearer_one_counts(tmp_path: Path
             assert by_arguments[name] == by_variables[name] == by_file[name] != default[name], name
         values.append(by_arguments)
 
-    # A flag has two values only, so whatever is nearer says again what the default is.
+    # A flag has only two values, so the nearer place sets it to its default.
     say_in_the_file(1)
     nearer = {row.variable: str(row.default) if row.kind == "flag" else samples[0][row][1] for row in rows}
     by_variables = run(["--config", str(path)], **nearer)[1]

@@ -59,7 +59,7 @@ def take(terminal: ReadTerminal, line: str) -> tuple[str, str]:
     return printed(terminal.out), printed(terminal.notes)
 
 
-# Over a pipe
+# The tests below talk over a pipe.
 
 
 def test_replies_go_to_standard_output_and_notes_to_standard_error() -> None:
@@ -134,7 +134,7 @@ def test_a_system_message_is_remembered() -> None:
     assert (result.exit_code, result.stdout) == (0, "Your cat is called Zoe.\n")
 
 
-# Commands
+# The tests below are about commands.
 
 
 def test_branches_go_their_own_ways(terminal: ReadTerminal) -> None:

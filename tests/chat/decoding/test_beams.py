@@ -35,7 +35,7 @@ def assert_nothing_left(memory: HybridMemory) -> None:
     assert usage.used_bytes == 0 and not usage.by_sequence
 
 
-# Against transformers
+# The tests below compare with transformers.
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def test_the_options_of_these_tests_matter(pair: Pair) -> None:
     assert len(found) > 3 and len(lengths) > 3, (len(found), lengths)
 
 
-# Against exhaustive search
+# The tests below compare with an exhaustive search.
 
 
 def log_probabilities(model: Toy, prompt: list[int], texts: Seq[Seq[int]]) -> list[float]:
@@ -146,7 +146,7 @@ def test_beams_as_wide_as_all_prefixes_find_the_best_of_three() -> None:
     assert [tuple(beam.token_ids) for beam in beams[:30]] == best
 
 
-# Alone and together
+# The tests below run beams alone and together.
 
 
 def test_one_beam_is_greedy() -> None:
@@ -242,7 +242,7 @@ def test_options_that_cannot_work(n_beams: int, max_tokens: int, stopping: bool,
         BeamOptions(n_beams, max_tokens, early_stopping=stopping)
 
 
-# n best
+# The tests below ask for the n best.
 
 
 def test_n_best_are_sorted_and_repeat_with_their_seed() -> None:

@@ -131,7 +131,7 @@ def make_memory(model: Toy | FamilyToy, window: int = 8, **options: object) -> H
     return HybridMemory(model.memory_spec, "1MiB", rollback_window=window, page_tokens=4, poison=True, **options)
 
 
-# Greedy
+# The tests below decode greedily.
 
 
 @pytest.mark.parametrize("fold", ["keep", "replay"])
@@ -282,7 +282,7 @@ def test_a_failing_step_changes_nothing() -> None:
     assert texts == expected
 
 
-# Drafters
+# The tests below are about drafters.
 
 
 def test_prompt_lookup_finds_the_latest_occurrence() -> None:
@@ -396,7 +396,7 @@ def test_drafts_must_fit_the_window_and_the_vocabulary() -> None:
         SpeculativeBatch(model, make_memory(model), (), other)
 
 
-# Sampling
+# The tests below are about sampling.
 
 
 P = torch.tensor([0.5, 0.25, 0.15, 0.1, 0.0])
@@ -514,7 +514,7 @@ def test_sampling_at_no_temperature_is_greedy() -> None:
         assert texts[0] == texts[1] and len(texts[0]) == 30
 
 
-# Bytes
+# The tests below count bytes.
 
 
 @pytest.mark.parametrize("fold", ["keep", "replay"])
@@ -547,7 +547,7 @@ def test_drafts_hold_no_states(fold: str) -> None:
     assert max(inside.values()) <= (held[0][0] + 2, 2)
 
 
-# Conversations
+# The tests below are about conversations.
 
 
 def test_conversations_are_the_same_with_drafts(embedded: LanguageModel, tokenizer: Tokenizer) -> None:

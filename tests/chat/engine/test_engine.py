@@ -34,7 +34,7 @@ from tests.toy import VOCAB, Toy
 TEXTS = ["My cat is called Zoe.", "What is my dog called?", "I read a book today.", "My lucky number is 23. " * 12]
 
 
-# Equality
+# The tests below compare a reply in a batch with the same reply alone.
 
 
 def test_random_arrivals_say_what_each_would_say_alone(model: LanguageModel) -> None:
@@ -84,7 +84,7 @@ def test_seeds_give_the_same_tokens_alone_and_in_any_company(model: LanguageMode
     assert said[1] != said[2]
 
 
-# Too little memory
+# The tests below have too little memory.
 
 
 def test_preemption_loses_no_work_and_changes_no_word(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_where_nothing_can_be_swapped_to_requests_wait_in_place(monkeypatch: pyt
         assert generation.token_ids == decode_alone(model, [i], 70)
 
 
-# Fairness
+# The tests below are about fairness.
 
 
 def test_a_long_prompt_takes_no_token_from_anybody(model: LanguageModel) -> None:
@@ -299,7 +299,7 @@ def test_short_prompts_do_not_wait_for_long_ones_nor_long_ones_for_ever() -> Non
     assert len(finished) > 20 and finished[0] is not long
 
 
-# Ends at any time
+# The tests below end generations at any time.
 
 
 def test_cancellations_and_deadlines_at_any_time_free_everything(model: LanguageModel) -> None:
@@ -379,7 +379,7 @@ def test_callbacks_may_cancel_and_submit_but_not_step() -> None:
     assert more[0].finish_reason == "length" and len(errors) == 1
 
 
-# What belongs together
+# The tests below are about parts that belong together.
 
 
 def test_an_engine_is_made_of_what_belongs_together_or_not_at_all() -> None:

@@ -59,7 +59,7 @@ class Wish:
 
 
 def encode(tokenizer: Any, text: str, *, plain: bool = False) -> list[int]:
-    if plain:  # One token for each byte, whatever the marks are.
+    if plain:  # Each character becomes a token of its own, and no mark becomes a single token.
         return [i for sign in text for i in tokenizer.encode(sign, add_special_tokens=False)]
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -138,7 +138,7 @@ HEARD = "<|channel|>analysis<|message|>Hm."
         ("llama", BARE % '"city": "Paris", "days": 2, "unit": "C"', BARE % GOOD, ""),
         ("hermes", "<think>So: " + CALL % BAD, "<think>So: " + CALL % GOOD, ""),
         ("qwen", "Well. " + QWEN % "paris", "Well. <tool_call>\n" + QWEN % '"Paris"', "Well. "),
-        # Thoughts of gpt-oss that do not end: the next message begins inside of them.
+        # The thoughts of gpt-oss do not end here: the next message begins inside of them.
         ("gpt-oss", HEARD + HARMONY % BAD, HEARD + HARMONY % GOOD, ""),
         ("gpt-oss", HEARD + HARMONY % '"city": "Paris"<|call|>', HEARD + HARMONY % GOOD, ""),
         ("gpt-oss", HEARD + HARMONY.replace("weather", "wind") % "", HEARD + HARMONY % GOOD, ""),

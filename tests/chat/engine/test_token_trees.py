@@ -117,7 +117,8 @@ def test_drawn_tokens_have_the_same_distribution(temperature: float, monkeypatch
             drawn_trees(monkeypatch, 0, {})
     common = [key for key in counts[0] | counts[1] if counts[0][key] + counts[1][key] >= 10]
     pairs = [(counts[0][key], counts[1][key]) for key in common]
-    pairs.append((n - sum(a for a, _ in pairs), n - sum(b for _, b in pairs)))  # All rarer ones.
+    # The last pair counts all rarer outcomes together.
+    pairs.append((n - sum(a for a, _ in pairs), n - sum(b for _, b in pairs)))
     chi_square = sum((a - b) ** 2 / (a + b) for a, b in pairs if a + b)
     freedom = max(1, len(pairs) - 1)
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5 + 6

@@ -61,7 +61,7 @@ def from_config(name: str) -> Model:
     return Model.of(dry_model(config, config.architectures[0]).memory_spec, config.architectures[0])
 
 
-# llama.cpp
+# The tests below are about llama.cpp.
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_llama_cpp_takes_back_with_a_state_a_token_where_it_can() -> None:
     assert jamba.window_bytes is None and any("no tokens back" in note for note in jamba.notes)
 
 
-# vLLM
+# The tests below are about vLLM.
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_vllm_sessions() -> None:
     assert plan.window_bytes == (2 + 3 * 5) * block_bytes and plan.n_window_sessions == 304 // 17
 
 
-# SGLang
+# The tests below are about SGLang.
 
 
 def test_sglang_slots() -> None:
@@ -186,8 +186,8 @@ def test_sglang_divides_memory_once() -> None:
     plan = sglang(model, budget, 32768, 0)
     for_kv = budget * 10 // 19
     assert plan.n_sessions == min(for_kv // (32768 * 24576), (budget - for_kv) // (3 * sum(model.state_bytes)))
-    # One buffer for both, from both ends (sgl-project/sglang#29678): what a session takes divides the budget, and
-    # nothing is left over.
+    # Keys and states take one buffer from both ends (sgl-project/sglang#29678). So the number of sessions is the budget
+    # divided by what a session takes.
     assert (
         f"--enable-unified-memory both share one buffer, as here: up to {budget // plan.session_bytes:,} sessions"
         in plan.notes[0]
@@ -197,7 +197,7 @@ def test_sglang_divides_memory_once() -> None:
     assert drafting.n_window_sessions is not None and drafting.n_window_sessions < plan.n_sessions
 
 
-# Models
+# The tests below compare the plans of models.
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_draws_are_as_frequent_as_probabilities_say(sampling: Sampling, expected
     assert counts[~possible].sum() == 0
     means = expected[possible].double() * n_draws
     chi_square = float(((counts[possible] - means) ** 2 / means).sum())
-    # 7 degrees of freedom: beyond 30 once in 10,000 seeds
+    # With 7 degrees of freedom, chi square exceeds 30 for one seed in 10,000.
     assert chi_square < 30, f"{counts.tolist()} instead of {means.tolist()}"
 
 
@@ -109,7 +109,8 @@ def test_repetition_penalty_counts_the_prompt_and_what_was_chosen_once_each() ->
 
 def test_a_penalty_changes_greedy_choices_too() -> None:
     sampler = Sampler(Sampling(repetition_penalty=1.5))
-    # 2.0; then 1.5 beats 2.0 / 1.5; then 1.5 is 1.0 and they are in order
+    # Token 0 has 2.0 at first. Then the 1.5 of token 3 is more than 2.0 / 1.5. Then 1.5 becomes 1.0, and token 0 is
+    # first again.
     assert [sampler.choose(LOGITS) for _ in range(3)] == [0, 3, 0]
     assert not Sampling(repetition_penalty=1.5).is_plain and Sampling().is_plain
 

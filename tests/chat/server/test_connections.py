@@ -73,7 +73,7 @@ def post(*fields: str, body: bytes = BODY, path: str = "/v1/completions", versio
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-# Where a request ends
+# The tests below are about where a request ends.
 
 CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 LENGTH = f"Content-Length: {len(BODY)}"
@@ -206,7 +206,7 @@ def test_a_body_in_very_many_chunks_is_refused(shared: Running) -> None:
     assert send(shared, post("Transfer-Encoding: chunked", body=b"1\r\n \r\n" * (MOST_CHUNKS + 1))).status == 400
 
 
-# What is given back, and written down
+# The tests below are about what is given back and logged.
 
 
 def test_nothing_is_given_back_whole(shared: Running) -> None:
@@ -262,7 +262,7 @@ def test_a_message_is_written_seldom_and_with_its_number(
     assert len(caplog.records) == 6
 
 
-# Who sends slowly, or not at all
+# The tests below are about clients that send slowly, or not at all.
 
 
 def test_a_head_has_its_time(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
@@ -336,7 +336,7 @@ def test_a_body_without_the_key_is_not_waited_for(
         )
 
 
-# How many connections
+# The tests below count connections.
 
 
 def test_half_open_connections_give_way(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
@@ -383,7 +383,7 @@ def test_half_sent_requests_do_not_hold_up_the_end(embedded: LanguageModel, toke
             connection.close()
 
 
-# Whose page asks
+# The tests below are about pages of other sites.
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_tools_of_a_namespace_are_called_and_read_by_their_own_names(plain_serve
     assert [tool.name for tool in asked.callable_tools()] == ["look"]
 
 
-# Orders of roles
+# The tests below are about orders of roles.
 
 
 class Strict:

@@ -154,7 +154,7 @@ def test_slots_are_saved_erased_and_restored(embedded: LanguageModel, tokenizer:
         assert change(server, "restore", user="another").status == 400, "files of others are not found"
         assert change(server, "erase").json == {"id_slot": 3, "n_erased": saved["n_saved"]}
         assert complete(server, prompt=long, n_predict=4).json["timings"]["cache_n"] == 0
-    with running(embedded, tokenizer, options) as server:  # After a restart.
+    with running(embedded, tokenizer, options) as server:  # This is a new server, as after a restart.
         restored = change(server, "restore").json
         assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
         again = complete(server, prompt=long, n_predict=4).json

@@ -49,7 +49,8 @@ def test_a_prompt_is_scored_as_transformers_scores_it(
         for choice, prompt in zip(found["choices"], prompts, strict=True):
             rows_SV, told = logprobs_of(prompt), choice["logprobs"]
             assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-            # lm-eval takes the last token for a new one. Here it is, also where the token ends the reply.
+            # lm-eval assumes that the last token is a new one. The server adds one, even if it is the token that ends
+            # the reply.
             assert len(told["token_logprobs"]) == len(told["text_offset"]) == len(prompt) + 1
             expected = [float(rows_SV[i - 1, token]) for i, token in enumerate(prompt) if i]
             assert told["token_logprobs"][1 : len(prompt)] == pytest.approx(expected, abs=1e-4)

@@ -79,7 +79,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name not in ("id", "usage")} | {"content": content}
 
 
-# What is read
+# The tests below are about what is read.
 
 BRIEF, REPLY = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Okay."}
 
@@ -194,7 +194,7 @@ def test_what_is_no_request_is_refused_by_name(change: dict[str, Any], word: str
     assert raised.value.status == 400
 
 
-# What is written
+# The tests below are about what is written.
 
 
 def write(
@@ -250,7 +250,7 @@ def test_a_call_that_was_cut_keeps_its_text() -> None:
     assert whole["stop_reason"] == "max_tokens"
 
 
-# Through HTTP
+# The tests below use HTTP.
 
 
 def test_a_message_whole_and_streamed(plain_server: Running) -> None:

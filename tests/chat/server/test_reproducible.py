@@ -51,7 +51,7 @@ def test_a_server_gives_a_request_one_answer(tokenizer: Tokenizer, tmp_path: Pat
             server.prefixes.save(folder)
     assert len({str(reply) for reply in alone}) == len(asked)
     assert [reply for reply, _ in again] == alone and sum(n_cached for _, n_cached in again) > 0
-    for saved in (None, folder):  # A new server, without and with the prefixes of the one before.
+    for saved in (None, folder):  # Each new server starts without the prefixes of the one before, or with them.
         gated = Gated(model)
         with running(gated, tokenizer, saved=saved) as server, ThreadPoolExecutor(N_AT_ONCE) as pool:
             gated.is_open = False

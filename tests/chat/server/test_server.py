@@ -60,7 +60,7 @@ def post(server: Running, body: Any, path: str = "/v1/chat/completions") -> Any:
     return server.call("POST", path, body)
 
 
-# OpenAI's client
+# The tests below use OpenAI's client.
 
 
 def test_a_chat(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
@@ -277,7 +277,7 @@ def test_the_clients_errors_are_those_it_knows(client: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
 
 
-# What is refused, and in which words
+# The tests below are about what is refused, and in which words.
 
 
 @pytest.mark.parametrize(
@@ -459,7 +459,7 @@ def test_a_body_that_is_too_large(
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
 
 
-# Who comes and goes
+# The tests below are about clients that come and go.
 
 
 def test_keys(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
@@ -653,7 +653,7 @@ def test_a_server_that_does_not_run_says_so(embedded: LanguageModel, tokenizer: 
     assert statuses == ([400] if when == "after" else []) + [503, 200]
 
 
-# What breaks
+# The tests below are about what breaks.
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_others(
@@ -726,7 +726,8 @@ def test_what_runs_may_end_in_the_grace_period(gated: Gated, tokenizer: Tokenize
 def test_what_does_not_end_in_the_grace_period_is_told(
     gated: Gated, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Then connections are cut, whoever is still to be told: on a slow machine, the step takes long that is awaited.
+    # After the grace, connections are cut even if a client still waits for an answer. On a slow machine the awaited
+    # step takes long, so the grace is longer here.
     monkeypatch.setattr(listening, "_EXTRA_GRACE_SECONDS", int(PATIENCE_SECONDS))
     with running(gated, tokenizer, ServerOptions(grace_seconds=0)) as server:
         gated.is_open = False

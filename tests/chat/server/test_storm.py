@@ -142,7 +142,7 @@ async def client(port: int, number: int, questions: list[Question], tally: Tally
 
 def test_a_storm(embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget is too small for all of them at once: some are swapped out, and cached prefixes come and go."""
-    # A busy machine may take longer to read a body that is refused, and who is cut off there is told nothing.
+    # A busy machine may take longer to read a body that is refused. A client that is cut off meanwhile gets no answer.
     monkeypatch.setattr(guard, "_DRAIN_SECONDS", PATIENCE_SECONDS)
     questions = make_questions(embedded, tokenizer, N_CLIENTS, 6)
     options = ServerOptions(max_tokens=LIMIT, max_body_bytes=1 << 16, max_requests=2 * N_CLIENTS)
@@ -173,7 +173,7 @@ def test_a_storm(embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pyt
         assert server.chat().status == 200
 
 
-# Requests that nobody would think of
+# The tests below send requests that nobody would think of.
 
 ANYTHING = st.recursive(
     st.none()

@@ -65,7 +65,7 @@ def complete(server: Running, text: str) -> int:
     return server.call("POST", "/v1/completions", {"model": MODEL, "prompt": text, "max_tokens": 1}).status
 
 
-# Long texts
+# The tests below send long texts.
 
 
 def test_a_text_that_no_context_can_hold_is_not_tokenised(embedded: LanguageModel, watched: Watched) -> None:
@@ -158,7 +158,7 @@ def test_a_client_that_goes_hands_its_turn_over(watched: Watched) -> None:
     texts.close()
 
 
-# Many small things
+# The tests below send many small things.
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_no_list_is_called_longer_than_it_is(value: object) -> None:
     assert count_longest_list(json.dumps(value).encode(), 2) <= longest(value)
 
 
-# Bodies on their way in
+# The tests below are about bodies on their way in.
 
 
 def test_large_bodies_come_in_slowly_while_somebody_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ class Witness:
         turn = call()
         session.engine.memory.check()
         prompt = encode_history(self.tokenizer, session.messages[:-1]).token_ids
-        # all that was said is fed, and an end behind what was cut
+        # All tokens of the reply are fed. A reply that was cut gets an end, which is fed too.
         n_end = len(turn.token_ids) + (turn.finish_reason == "length")
         assert model.n_fed - n_fed == turn.n_computed + n_end == stats.n_fed - n_engine
         assert turn.n_prompt == len(prompt) and sum(turn.computed.values()) == turn.n_computed
@@ -95,7 +95,7 @@ class Witness:
         return turn
 
 
-# What is computed
+# The tests below are about what is computed.
 
 
 @pytest.mark.parametrize("window", [0, WINDOW])
@@ -116,7 +116,8 @@ def test_only_what_differs_is_computed_again(
     assert again.computed == {LAST: 1} if window else again.n_computed <= len(tokenizer.encode(LINES[3])) + 11
 
     edited = witness(lambda: session.edit(2, LINES[1].replace("rained", "snowed")))
-    # From the checkpoint at the reply before it, or where the window reaches: never the first exchange again.
+    # The session continues from the checkpoint at the reply before, or from where the window reaches. It never computes
+    # the first exchange again.
     assert edited.n_reused >= first.n_prompt and set(edited.computed) <= {EDITED, NO_CHECKPOINT}
     assert (
         edited.computed[EDITED] < len(tokenizer.encode(LINES[1])) + 5
@@ -165,7 +166,8 @@ def test_stripped_thoughts_cost_the_reply_they_were_in(
     session = ChatSession(make_engine(talker, stripping), max_tokens=40)
     model, words = counted(session), stripping.encode("Okay, noted.")
     thoughts = stripping.encode("<think>The user has a cat. I shall remember that it is called Zoe.</think>")
-    assert len(thoughts) > 2 * WINDOW  # so that it is not the window that reaches back
+    # The thoughts are longer than the window, so that the window alone cannot reach back over them.
+    assert len(thoughts) > 2 * WINDOW
     n_prompt = len(encode_history(stripping, [Utterance("user", LINES[0])]).token_ids)
     model.say([*thoughts, *words, stripping.eos_token_id], at=n_prompt)
     first = session.say(LINES[0])
@@ -184,7 +186,7 @@ def test_stripped_thoughts_cost_the_reply_they_were_in(
         else:
             assert REWRITTEN not in turn.computed
     assert "<think>" not in render(stripping, [{"role": m.role, "content": m.content} for m in session.messages])
-    # Back to where the thoughts were in force: that reply's opening is a checkpoint still.
+    # The edit goes back to where the thoughts were in force: the opening of that reply is still a checkpoint.
     session.edit(0, "My cat is called Tom.")
     assert session.messages[0].content == "My cat is called Tom."
     session.close()
@@ -262,7 +264,7 @@ def test_a_template_that_shows_the_last_messages_only(tokenizer: Tokenizer) -> N
     assert decode(short, history.token_ids) == "bc"
 
 
-# Branches, sleep, files
+# The tests below are about branches, sleep and files.
 
 
 def test_branches_share_until_they_part(talker: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +276,9 @@ def test_branches_share_until_they_part(talker: Any, tokenizer: Tokenizer, monke
         witnesses = [Witness(talker, tokenizer, one, monkeypatch) for one in (session, branch)]
         ours = witnesses[0](lambda: session.say(LINES[0]))
         theirs = witnesses[1](lambda: branch.say(LINES[2]))
-        assert 0 < ours.n_reused <= theirs.n_reused <= ours.n_reused + 2  # the cache has seen "<|user|>My" by then
+        assert 0 < ours.n_reused <= theirs.n_reused <= ours.n_reused + 2  # The cache has seen "<|user|>My" by then.
         assert session.messages[2].content == LINES[0] and branch.messages[2].content == LINES[2]
-    assert branch.messages and branch.sequence is None  # closed: it can still be read
+    assert branch.messages and branch.sequence is None  # The branch is closed, but can still be read.
     session.close()
     assert_all_given_back(session.engine)
 
@@ -383,7 +385,7 @@ def test_a_saved_session_goes_on_in_another_process_bit_for_bit(
     for line in LINES[:2]:
         session.say(line)
     session.save(tmp_path / "saved")
-    session.save(tmp_path / "saved")  # replaces
+    session.save(tmp_path / "saved")  # This replaces the first file.
     assert len(list((tmp_path / "saved").iterdir())) == 2
     command = [sys.executable, "-c", SAY_ON, str(tmp_path / "saved"), *LINES[2:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -474,7 +476,7 @@ def test_a_session_is_saved_with_its_branches_and_checkpoints(
     assert len(alone.branches) == 2 and alone.messages == resumed.messages
     twig.save(tmp_path / "twig")
     assert ChatSession.resume(make_engine(embedded, tokenizer), tmp_path / "twig").messages == twig.messages
-    # Both branches share their first blocks with the session: once in the file.
+    # Both branches share their first blocks with the session. The file holds these blocks once.
     apart = 0
     for own in (session, branch, twig):
         assert own.sequence is not None
@@ -531,7 +533,7 @@ def test_a_save_that_fails_leaves_the_old_one(
     assert len(ChatSession.resume(session.engine, tmp_path).messages) == 2
 
 
-# Talking
+# The tests below talk.
 
 
 def test_it_remembers_and_streams(embedded: Any, tokenizer: Tokenizer) -> None:

@@ -41,7 +41,7 @@ def log_probability(model: Any, prompt: list[int], ids: list[int]) -> float:
     return float(rows.gather(1, torch.tensor(ids)[:, None]).sum())
 
 
-# Filling
+# The tests below fill templates.
 
 
 @pytest.mark.parametrize("has_prefixes", [True, False])
@@ -51,7 +51,7 @@ def test_a_batch_of_sixteen_reads_each_token_once(talker: Any, tokenizer: Tokeni
     rows = [{"question": f"My favourite name in all the world is {name}, and not {other}."} for name, other in pairs]
     filled = fill(engine, Template(ARTICLE), rows)
     model, n_tokens = counted(engine), sum(len(f.token_ids) for f in filled)
-    # No token was computed twice in the same context: neither of texts, nor of values, nor of choices.
+    # No token of a text, a value or a choice was computed twice in the same context.
     assert max(model.prefixes.values()) == 1
     assert engine.stats.n_fed == model.n_fed == len(model.prefixes) < n_tokens
     read = {f.token_ids[:n] for f in filled for n in range(1, len(f.token_ids) - len(tokenizer.encode("not sure")))}
@@ -103,7 +103,7 @@ def test_known_values_are_not_generated(talker: Any, tokenizer: Tokenizer) -> No
     n_read = sum(
         len(tokenizer.encode(words)) for words in ("My ", "cat", " is called ", "Zoe", ". ", "Zoe", " is a ", "cat")
     )
-    assert counted(engine).n_fed == n_read + some.n_generated - 1  # The last word is chosen and not read.
+    assert counted(engine).n_fed == n_read + some.n_generated - 1  # The last word is chosen, but never fed.
     rest = fill(engine, template, {"animal": "cat"})[0]
     assert rest.text.count(rest.values["name"]) >= 2 and engine.stats.n_generated == some.n_generated + rest.n_generated
     assert_all_given_back(engine)
@@ -203,7 +203,7 @@ def test_what_fails_leaves_nothing_behind(embedded: Any, tokenizer: Tokenizer) -
     assert_all_given_back(small)
 
 
-# Writing templates
+# The tests below write templates.
 
 
 def test_how_templates_are_written() -> None:

@@ -71,7 +71,7 @@ def untimed(report: Report) -> dict[str, Any]:
     return {key: value for key, value in report.to_json().items() if key != "timings"}
 
 
-# The promise
+# The tests below are about the promise.
 
 
 def assert_nothing_lost(setup: Setup, workload: Workload, report: Report, which: str) -> None:
@@ -190,7 +190,7 @@ def test_an_edit_forgets_what_came_behind_it(setup: Setup) -> None:
     assert report.tally.regenerated == {"same words": 1}
 
 
-# The same again
+# The tests below repeat a simulation.
 
 
 def test_everything_but_the_timings_follows_from_the_seed(setup: Setup) -> None:
@@ -211,7 +211,7 @@ def test_the_wall_clock_changes_no_counts_of_what_users_did(setup: Setup) -> Non
     assert wall.virtual_seconds >= max(event.at for family in workload for event in family)
 
 
-# Dry runs
+# The tests below are dry runs.
 
 
 def test_a_dry_run_keeps_the_books_of_the_real_one(dry: Setup, lively: Report) -> None:
@@ -264,7 +264,7 @@ def test_users_who_cannot_be_swapped_are_computed_again(dry: Setup) -> None:
     assert without.is_ok and without.tally.recomputed.total() > report.tally.recomputed.total()
 
 
-# Reports
+# The tests below are about reports.
 
 
 def test_samples_stay_few_and_even() -> None:
@@ -309,7 +309,7 @@ def test_a_notebook_shows_the_timeline(lively: Report) -> None:
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
 
 
-# The command
+# The tests below run the command.
 
 
 def test_the_command_reports_and_replays(tmp_path: Path) -> None:

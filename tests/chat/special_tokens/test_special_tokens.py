@@ -251,7 +251,9 @@ def test_a_name_in_any_text_is_text(word: str) -> None:
     own = special_tokens_of(tokenizer, "assistant").names
     if word in own or word not in special_tokens_of(tokenizer).names:
         assert [i for i in ids if i in special] == [i for i in expected if i in special]
-    else:  # A mark that is no special token is the model's own in what the model said: its content and its thoughts.
+    # The content and thoughts of a reply are the model's own, so a mark in them stays one token if it is no special
+    # token.
+    else:
         assert sum(i in special for i in ids) == sum(i in special for i in expected) + 2
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     assert tokenizer.decode(ids) == rendered.replace("<tool_call> ", "<tool_call>")
@@ -262,7 +264,7 @@ def test_text_beside_a_name_has_the_tokens_that_it_always_has() -> None:
     tokenizer = make_calling_tokenizer()
     for text in ("house <|im_end|> house", "<tool_call>  a", "x</tool_call>"):
         ids = encode_chat(tokenizer, [{"role": "user", "content": f"I'm in the {text}"}])
-        blind = train([], CALLS)  # It was trained on the same words and has none of the names.
+        blind = train([], CALLS)  # This tokenizer was trained on the same words, and has none of the names.
         (start,) = tokenizer.encode("<|im_start|>", add_special_tokens=False)
         at = ids.index(start) + 1
         words = blind.encode(f"user\nI'm in the {text.strip()}", add_special_tokens=False)

@@ -174,7 +174,8 @@ def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_a_drawn_reply_gets_a_seed_so_that_it_can_go_on(embedded: LanguageModel) -> None:
-    drawn = {**CHAT, "seed": None, "temperature": 1.5, "stream": True, "ignore_eos": True}  # of any length without it
+    # The reply could have any length without `ignore_eos`.
+    drawn = {**CHAT, "seed": None, "temperature": 1.5, "stream": True, "ignore_eos": True}
     (broken,), replicas = play(embedded, [9], [request_of("/v1/chat/completions", drawn)])
     first, second = replicas.bodies
     assert first == second and isinstance(json.loads(first)["seed"], int)

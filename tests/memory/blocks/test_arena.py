@@ -27,7 +27,7 @@ def make_pool(arena: Arena, n_units: int, *, from_top: bool = False, name: str =
     return BlockPool(arena, name, n_units * UNIT, from_top=from_top, on_change=lambda address, n_bytes: None)
 
 
-# Random use
+# The tests below use the arena at random.
 
 
 def first_places(used: list[tuple[int, int]], capacity: int, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
@@ -136,7 +136,7 @@ def test_a_place_is_found_without_passing_over_what_is_too_short() -> None:
     assert n_calls(1000) <= 1.1 * n_calls(250)
 
 
-# Blocks
+# The tests below are about blocks.
 
 
 def test_pages_come_from_the_bottom_and_states_from_the_top() -> None:
@@ -193,7 +193,7 @@ def test_a_capacity_is_rounded_down_to_whole_lines() -> None:
     assert Arena(UNIT - 1).allocate(UNIT, from_top=False) is None
 
 
-# Checks
+# The tests below are about checks.
 
 
 @pytest.mark.parametrize("references", [[], [0, 0], [0, 1]])
@@ -231,7 +231,7 @@ def test_check_finds_lost_and_doubled_ranges(ranges: list[tuple[int, int]], mess
         arena.check(ranges)
 
 
-# Budgets
+# The tests below are about budgets.
 
 
 class Counted(int):
@@ -348,7 +348,7 @@ def test_budgets_that_are_none_are_refused(budget: object) -> None:
         read_budget(budget)  # type: ignore[arg-type]
 
 
-# Layouts and bytes
+# The tests below are about layouts and bytes.
 
 
 def test_fields_start_at_whole_lines() -> None:

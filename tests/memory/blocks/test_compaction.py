@@ -67,7 +67,7 @@ def test_blocks_keep_their_bytes_and_one_free_range_is_large_enough(
     if region is None:
         assert free_bytes < n_asked * UNIT or (ends - starts).max() >= n_asked * UNIT
         return
-    # The bound that the module promises, for free ranges that are each too short.
+    # This is the bound that the module promises, for free ranges that are each too short.
     used_bytes = filled.store.arena.used_bytes
     assert region.used_bytes <= 2 * n_asked * UNIT * used_bytes / (free_bytes - n_asked * UNIT or 1)
     with pytest.MonkeyPatch.context() as patch:

@@ -129,7 +129,7 @@ class BruteForce:
             self.scores = torch.where(candidates, self.scores * policy.decay + by_head.sum(1), 0.0)
             return self.scores
         if isinstance(policy, Scissorhands):
-            # Rows that a query could have seen, had each head kept what this one has.
+            # These are the rows that a query could have seen if each head had kept what this one has.
             n_seen = torch.stack([candidates[0, : i + 1].sum() for i in chunk])
             self.scores = torch.where(
                 candidates, self.scores * policy.decay + (by_head * n_seen[:, None] > 1).sum(1), 0.0
@@ -312,7 +312,8 @@ def test_evicted_rows_take_no_bytes() -> None:
     row_bytes = 2 * 4 * DIM * 4
     assert dense.used_bytes == n_tokens * row_bytes
     assert tails <= 66 * (row_bytes + 4 * DIM * 4), "a window, a fold and a little, with queries"
-    # Positions and scores, 8 bytes a row and head, are a lot beside heads of 8 and little beside heads of 64 or 128.
+    # Positions and scores take 8 bytes for each row and head. That is a lot beside heads of 8, and little beside heads
+    # of 64 or 128.
     assert sparse.used_bytes - tails - n_tokens // 5 * 8 * 4 <= 0.22 * dense.used_bytes
 
 

@@ -87,7 +87,7 @@ def assert_only_changed(flat: Tensor, before: Tensor, offsets: list[int], n_elem
     )
 
 
-# Rows
+# The tests below are about rows.
 
 
 @pytest.mark.parametrize("n_elements", [1, 7, 64])
@@ -119,7 +119,7 @@ def test_rows_are_read_in_any_order_and_from_nowhere_as_initial(kernels: Kernels
     assert torch.equal(flat, torch.arange(40.0)), "the rows are no copy"
 
 
-# Attention
+# The tests below are about attention.
 
 
 class Pages:
@@ -367,7 +367,7 @@ def test_attention_in_16_bits_is_close_to_float32(
     assert_kernel_close(actual, pages.expected(), BFLOAT16)
 
 
-# Recurrences
+# The tests below are about recurrences.
 
 
 class Slots:
@@ -613,7 +613,7 @@ def test_convolution_in_16_bits_is_close_to_float32(kernels: Kernels, dtype: tor
     assert torch.equal(ends.float(), slots.ends())
 
 
-# Any recurrence
+# The tests below run any recurrence.
 
 
 def blend(states: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -656,7 +656,7 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
             assert_kernel_close(s.ends()[i].float(), expected[0].to(s.before.dtype).float())
 
 
-# Choice of kernels, and vector math
+# The tests below are about the choice of kernels, and vector math.
 
 
 @pytest.mark.parametrize(

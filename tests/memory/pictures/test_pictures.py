@@ -44,7 +44,7 @@ def assert_legible(figure: Figure) -> None:
         assert figure.bbox.padded(2).x0 <= box.x0 and box.x1 <= figure.bbox.padded(2).x1, name
 
 
-# The arena
+# The tests below draw the arena.
 
 
 def boxes(ax: Axes, label: str) -> Iterator[float]:
@@ -110,7 +110,7 @@ def test_ten_thousand_blocks_are_rows_without_numbers() -> None:
     assert_legible(figure)
 
 
-# Layers
+# The tests below draw layers.
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "nothing"])
@@ -217,7 +217,7 @@ def test_layers_of_sequences_that_are_empty_swapped_closed_or_foreign() -> None:
             layer_map(memory, wrong)
 
 
-# Forks
+# The tests below draw forks.
 
 
 def test_the_tree_of_forks_shares_all_bytes_out() -> None:
@@ -287,7 +287,7 @@ def test_no_sequences() -> None:
     assert fork_tree(memory).get_suptitle() == "0 sequences and checkpoints"
 
 
-# Names, and matplotlib
+# The tests below are about names, and matplotlib.
 
 
 def test_names_are_no_formulas() -> None:

@@ -17,7 +17,8 @@ from tests.toy import VOCAB, Toy
 def test_the_order_is_that_of_all_values(seed: int) -> None:
     """While checkpoints come, go, are used and save other numbers of tokens; the older one of equals first."""
     generator, memory = random.Random(seed), HybridMemory(Toy().memory_spec, "1MiB", device="meta")
-    ranking, known = Ranking(), dict[Sequence, list[int]]()  # saved, held, used at, private
+    # The four numbers are `saved`, `held`, `used_at` and `private`.
+    ranking, known = Ranking(), dict[Sequence, list[int]]()
     for clock in range(400):
         held = generator.randint(1, 4)
         mark = memory.open()

@@ -113,7 +113,7 @@ def test_relatives_are_looked_for_at_a_few_nodes() -> None:
         assert len(relatives(own)) == (0 if is_swapped else 64)
 
 
-# Digests
+# The tests below are about digests.
 
 
 PROMPTS = ([1] * 20, [1] * 12 + [2] * 8, [3] * 5)
@@ -165,7 +165,7 @@ def test_digests_name_what_a_cache_can_continue_from() -> None:
     assert [at for at, _ in several] == [4, 9] and [*digests_at(np.arange(9), [4])] == several[:1]
 
 
-# What lookups say, and what files hold of owners and trees
+# The tests below are about what lookups say, and what files hold of owners and trees.
 
 
 def test_a_lookup_says_what_is_computed_again_and_from_where_the_rest_comes() -> None:

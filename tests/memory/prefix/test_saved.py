@@ -59,7 +59,7 @@ def test_a_loaded_cache_is_the_saved_one(subject: Subject, tmp_path: Path) -> No
         assert cache.stats().n_reused == reused
         for a, b in zip(found, expected, strict=True):
             assert_kernel_close(a, b, torch.float32)
-        # Saved again, what has not changed is not written again.
+        # A second save does not write again what has not changed.
         stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "saved").iterdir()}
         cache.save(tmp_path / "saved")
         same = [name for name in files(tmp_path / "saved") if stamps.get(name) and name.startswith("blocks")]

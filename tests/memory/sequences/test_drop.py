@@ -188,7 +188,7 @@ def test_keys_far_out_are_those_of_their_new_positions(layout: Layout) -> None:
     assert_kernel_close(stored_keys(memory, sequence, 0), expected)
 
 
-# Whatever else happens to a sequence
+# The tests below are about everything else that happens to a sequence.
 
 
 @dataclass
@@ -279,7 +279,8 @@ class Walk:
         if reaches:
             twin.cut(to)
             return
-        # Through a mark, or to the very start: no dropped token is remembered that this sequence did not drop itself.
+        # The rollback went through a checkpoint or to the very start. So the states contain no dropped tokens but those
+        # of such a checkpoint.
         marks = [m for s, m in self.twins.items() if s.is_checkpoint and m.tokens[:to] == twin.tokens[:to]]
         offset = state_offset(self.memory, sequence)
         assert offset in (0, *(len(m.own) - len(m.tokens) for m in marks))
@@ -333,7 +334,7 @@ def test_others_keep_what_they_have_bit_for_bit() -> None:
 def test_what_has_no_room_is_refused_and_nothing_has_changed() -> None:
     model = Table(HALF, windows=(None, 30))
     page_bytes = model.memory().usage().block_bytes
-    # Room for the 7 pages that one of the two kinds copies, and for 3 of the other's.
+    # There is room for the 7 pages that one of the two layer memories copies, and for 3 of those that the other copies.
     memory = model.memory(budget=11 * page_bytes["pages"] + 15 * page_bytes["pages over 30"])
     sequence = memory.open()
     model.feed(memory, sequence, range(32))
@@ -394,7 +395,7 @@ def test_recurrent_layers_must_be_asked_for() -> None:
     model.assert_is(memory, sequence, range(36))
     memory.drop(sequence, 5, 15, approximate=True)
     model.assert_is(memory, sequence, [*range(5), *range(15, 36)], own=range(36))
-    # The states stand 10 tokens further than the sequence, and so does what they can be taken back to: 30.
+    # The states are 10 tokens ahead of the sequence. The horizon counts in the sequence: 30 - 10.
     assert sequence.length == 26 and sequence.horizon == 20
 
 
@@ -438,7 +439,7 @@ def test_a_mark_that_dropped_tokens_is_no_shortcut_for_one_that_fed_the_same(rec
     assert b.tokens[:26].tolist() == mark.tokens.tolist()
     reachable = [to for to in range(9, 27) if memory.can_rollback(b, to)]
     assert reachable == []
-    # The sequence that dropped them, and what was forked from it since, may use the mark.
+    # The sequence that dropped them may use the checkpoint, and so may its later forks.
     model.feed(memory, a, range(40, 70))
     assert memory.can_rollback(memory.fork(a), 26)
     memory.rollback(a, to=26)
@@ -577,7 +578,7 @@ def test_positions_of_states_after_several_drops() -> None:
     b = memory.fork(a)
     model.feed(memory, a, range(8, 40))
     memory.drop(a, 8, 39, approximate=True)
-    memory.checkpoint(a)  # At 8, its states have seen dropped tokens; those of `b` at 8 have not.
+    memory.checkpoint(a)  # The states of `a` at 8 contain dropped tokens; those of `b` at 8 do not.
     model.feed(memory, b, range(50, 90))
     assert memory.resume_point(b, 8) == 0
     memory.drop(a, 3, 6, approximate=True)

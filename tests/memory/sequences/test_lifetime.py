@@ -62,7 +62,7 @@ def assert_refuses(memory: HybridMemory) -> None:
             opened(memory, 200)
 
 
-# del memory
+# The tests below delete a memory.
 
 
 def step_of(memory: HybridMemory, sequence: Sequence) -> object:
@@ -143,7 +143,7 @@ def test_used_bytes_of_a_dropped_memory_go_back_to_the_system(uncollected: None)
     def close(held: list[HybridMemory]) -> None:
         with pytest.raises(CapacityError) as caught:
             held[0].step({held[0].open(): [1] * 400_000}).__enter__()
-        kept.append(caught.value)  # A notebook keeps it too, with everything to which its frames refer.
+        kept.append(caught.value)  # A notebook keeps the error too, with everything to which its frames refer.
         held[0].close_all()
 
     kept: list[Exception] = []
@@ -202,7 +202,7 @@ def test_checkpoints_of_a_dropped_cache_make_room(uncollected: None) -> None:
     memory.check()
 
 
-# memory.close_all(), with memory
+# The tests below close a memory.
 
 
 def test_a_closed_memory_refuses_everything() -> None:
@@ -294,7 +294,7 @@ def test_a_reclaimer_may_be_removed() -> None:
     assert not asked
 
 
-# What one may ask and say
+# The tests below are about what a closed memory still answers.
 
 
 def test_open_sequences_and_the_budget() -> None:
@@ -353,7 +353,7 @@ def test_messages_stay_short() -> None:
     assert len(str(refused.value)) < 3000 and refused.value.to == "y" * 10_000
 
 
-# Copies and other processes
+# The tests below are about copies and other processes.
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -251,7 +251,8 @@ def too_small(rng: random.Random) -> tuple[int, list[tuple[str, str]]]:
             replay([*done, call], larger)
         except CapacityError as error:
             other = named_in(error)
-            if other.keys() != named.keys():  # It needs more of both, and says so of one after the other.
+            # The call needs more of both budgets, and its errors name one after the other.
+            if other.keys() != named.keys():
                 named |= other
                 larger = one.memory(**(sizes | named))
                 replay([*done, call], larger)

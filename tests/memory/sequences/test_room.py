@@ -156,7 +156,7 @@ def step_unasked(memory: HybridMemory, sequences: list[Sequence], n_tokens: int,
             pass
 
 
-# Impossible prompts
+# The tests below are about prompts that can never fit.
 
 
 @pytest.mark.parametrize(("budget", "n_tokens"), [("24MiB", 1_000_000), ("256MiB", 4_000_000)])

@@ -181,7 +181,7 @@ def test_random_histories_against_lists() -> None:
         assert token_bytes(memory) <= 8 * sum(4 * len(tokens) + 1100 for tokens in held.values())
 
 
-# The way back to a position
+# The tests below are about the way back to a position.
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def rewrite(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
     path.write_bytes(save(tensors, metadata | {"checksum": checksum_of({}, metadata)}))
 
 
-# What comes back
+# The tests below are about what comes back.
 
 
 def test_empty_sequences_of_several_families_stay_of_several(tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ def test_drops_that_checkpoints_have_in_common_stay_common(tmp_path: Path) -> No
     assert ledger_of(other).n_drops == 8
 
 
-# What is lost
+# The tests below are about what is lost.
 
 
 def test_damage_costs_those_whose_bytes_it_hits(tmp_path: Path) -> None:

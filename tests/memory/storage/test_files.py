@@ -76,7 +76,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-# Files
+# The tests below are about files.
 
 
 def test_equal_sequences_make_equal_files(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_files_are_those_of_safetensors(saved: Path) -> None:
     theirs = save(tensors, header["__metadata__"])
     assert json.loads(theirs[8 : 8 + int.from_bytes(theirs[:8], "little")]) == header
     assert theirs[8 + int.from_bytes(theirs[:8], "little") :] == data[8 + n_header :]
-    saved.write_bytes(theirs)  # as earlier releases wrote them
+    saved.write_bytes(theirs)  # The memory also reads what safetensors wrote.
     assert make().load(saved).length == 30
 
 
@@ -417,7 +417,7 @@ def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["family", "saved"]
 
 
-# Swapping
+# The tests below are about swapping.
 
 
 def test_what_is_away_can_only_wait_be_saved_or_closed() -> None:
@@ -521,7 +521,7 @@ def test_files_of_processes_that_are_gone_are_removed_once_nobody_else_swaps_the
     for path in left:
         path.touch()
     waits = opened(second)
-    second.swap_out(waits)  # the first is there and may have written them
+    second.swap_out(waits)  # The first memory is still there, and may have written these files.
     assert all(path.exists() for path in left)
     del first
     gc.collect()
@@ -594,7 +594,7 @@ def test_a_damaged_swap_file_is_named_and_nothing_else_is_lost(tmp_path: Path) -
     memory.close(sequence)
 
 
-# Room
+# The tests below are about room.
 
 
 def test_what_is_optional_goes_before_anything_is_refused() -> None:

@@ -79,7 +79,8 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     classes = (AttentionSpec, CrossAttentionSpec, RecurrentSpec, StateTensor, Rotation, *CHOICES)
     names = [(cls, cls.__name__, cls.__qualname__) for cls in classes]
     for cls, name, qualname in names:
-        cls.__name__, cls.__qualname__ = f"New{name}", f"New{qualname}"  # monkeypatch cannot restore these names.
+        # The fixture `monkeypatch` cannot restore these names.
+        cls.__name__, cls.__qualname__ = f"New{name}", f"New{qualname}"
         monkeypatch.setattr(cls, "__repr__", lambda self: "new")
         if issubclass(cls, Budget | Storage):
             monkeypatch.setattr(cls, "label", "new label")
@@ -246,7 +247,7 @@ OTHERS: list[tuple[Any, dict[str, Any], set[str]]] = [
             "n_query_heads": 8, "n_kv_heads": 4, "head_dim": 16, "name": "x", "window": 9, "policy": H2O(16),
             "storage": Float8(), "value_dim": 4, "rotation": UNROTATED, "has_bias": True, "n_chosen": 3,
         },
-        {"span_tokens"},  # see the next one
+        {"span_tokens"},  # The next row covers this field.
     ),
     (
         replace(ATTENTION, n_chosen=2), {"span_tokens": 2}, {x.name for x in fields(ATTENTION)} - {"span_tokens"},
@@ -262,7 +263,7 @@ OTHERS: list[tuple[Any, dict[str, Any], set[str]]] = [
     (STATES, {"family": "x", "row_shape": (6,), "states": TWO_STATES.states, "name": "x"}, set()),
     (
         STATES.states[0], {"name": "x", "shape": (6,), "dtype": torch.float16, "initial": 1.0, "ring": ((5,), None)},
-        {"keeps_dtype", "ring"},  # as far as they decide, the dtype and the parts of a tail say it
+        {"keeps_dtype", "ring"},  # As far as they decide, the dtype and the parts of a tail say the same.
     ),
     (ATTENTION.rotation, {"frequencies": (1.0, 0.2), "layout": "interleaved", "start": 1}, set()),
 ]  # fmt: skip

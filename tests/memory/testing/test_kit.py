@@ -276,7 +276,7 @@ def test_a_recurrence_that_raises_is_a_fault_and_no_refusal() -> None:
     class Broken(Sound):
         def __init__(self) -> None:
             super().__init__()
-            self.model = lambda step: Toy()(step)  # of another spec
+            self.model = lambda step: Toy()(step)  # The model is of another spec.
 
     (result,) = check(Broken, ["a fork goes its own way"], n_examples=1)
     assert result.verdict == "failed" and "StepError" in result.why
@@ -323,7 +323,7 @@ def test_the_command_says_what_failed_and_how_to_see_it_again(capsys: pytest.Cap
     once = ["--only", "reorder", "--examples", "1", "--minutes"]
     assert main(["hybridmem.memory.testing.subjects:attention", *once, "0.001"]) == 0
     assert re.search("anything, in any order +passed", capsys.readouterr().out)
-    assert main([f"{__name__}:MixesRows", *once, "1"]) == 1  # no longer than needed
+    assert main([f"{__name__}:MixesRows", *once, "1"]) == 1  # This takes no longer than needed.
     assert "failed: anything, in any order (--seed" in capsys.readouterr().out
     wrongs = ("hybridmem.memory.testing.subjects:nothing", "memory", "os:getcwd", "--only=no such", "--examples=0")
     for wrong in (*wrongs, "--allow-refused=no such"):

@@ -34,7 +34,7 @@ def reference_of(model: Any) -> Any:
     """A copy, without those forms of transformers that compute no gradients, or lose digits."""
     twin = copy.deepcopy(model)
     if twin._can_set_experts_implementation():
-        twin.set_experts_implementation("eager")  # The default multiplies float32 at most.
+        twin.set_experts_implementation("eager")  # The default multiplies in float32 at most.
     for part in twin.modules():
         if isinstance(part, nn.Embedding):
             part.padding_idx = None  # Otherwise the embedding of this token would learn nothing.

@@ -68,7 +68,7 @@ class Cuts:
                 for number, layer in enumerate(self._layers):
                     kept, folded_at = self._kept(text, number)
                     own = is_read[layer]
-                    own[:, start : start + n] = False  # What was rolled back may have set it.
+                    own[:, start : start + n] = False  # A token that was rolled back may have set it.
                     for group, positions in enumerate(kept):
                         own[group, start : start + n, positions] = True
                     for t in range(start, start + n):
@@ -110,7 +110,8 @@ def reading(reference: Any, is_read: dict[int, Tensor]) -> Iterator[None]:
         handle.remove()
 
 
-# In the first layer of Llama, the keys of equal tokens are equally long, so that rounding alone would choose for KNorm.
+# In the first layer of Llama, the keys of equal tokens have equal lengths. So only rounding would choose between them
+# for KNorm.
 CASES = [(name, p) for name in ("jamba", "llama") for p in POLICIES if (name, type(p)) != ("llama", KNorm)]
 OF_LATENTS = [("deepseek-v3-no-experts", policy) for policy in POLICIES]
 """Values are a part of the keys there, and all query heads share one."""

@@ -96,7 +96,7 @@ def books(memory: HybridMemory) -> Any:
     return pools, inventory.arena.free_bytes, handles
 
 
-# The numbers
+# The tests below are about the numbers.
 
 
 def assert_adds_up(memory: HybridMemory, sequences: list[Sequence]) -> None:
@@ -196,7 +196,7 @@ def test_what_dropped_tokens_leave_in_states_is_shown_where_the_sequence_stands(
     assert body.ends is not None and body.ends.tolist() == tail.starts.tolist() == [48 - 10] and s.length == 50
 
 
-# Text and terminal
+# The tests below are about text and terminal.
 
 
 def cells(text: str) -> list[list[str]]:
@@ -260,7 +260,7 @@ def test_a_table_aligns_and_says_what_it_hides() -> None:
     assert str(Table(("a",), [])) == "a"
 
 
-# HTML
+# The tests below are about HTML.
 
 
 class Page(HTMLParser):

@@ -35,7 +35,7 @@ def run(folder: Path) -> Tensor:
 @pytest.mark.parametrize("name", ["xlstm", "xlstm-biases"])
 def test_products_that_files_hold_as_one(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CONFIGS[name]())
-    expected = run(tmp_path)  # which the tests of parity compare
+    expected = run(tmp_path)  # The tests of parity compare these logits with transformers'.
     tensors = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     for i in range(config["num_blocks"]):

@@ -31,7 +31,7 @@ def off_by(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max())
 
 
-# Going back
+# The tests below go back.
 
 
 def own_cache(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
@@ -116,7 +116,7 @@ def test_a_crop_out_of_reach_changes_no_row() -> None:
         assert [sequence.length for sequence in cache.sequences] == [1, 30] and cache.get_seq_length() == 30
 
 
-# Rows
+# The tests below are about rows.
 
 
 def test_a_fork_goes_its_own_way() -> None:
@@ -187,7 +187,7 @@ def test_a_sequence_may_move_between_forwards() -> None:
     assert_logits_close(actual[0], logits(hf_model("bamba"), torch.cat([PROMPT, NEXT], 1))[0, 14:])
 
 
-# All or nothing
+# The tests below are about calls that change everything or nothing.
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
@@ -234,7 +234,7 @@ def test_nothing_carries_gradients() -> None:
         assert model(PROMPT).logits.requires_grad  # Without a HybridCache, gradients are computed as before.
 
 
-# Attaching
+# The tests below are about attaching.
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -271,7 +271,7 @@ def test_attach_keeps_a_forward_that_others_replaced() -> None:
 
 def test_every_method_of_a_transformers_cache_is_answered() -> None:
     """One that a later version adds must not fall through to layers that are not there."""
-    inherited = {"get_query_offset", "is_sliding", "is_dummy"}  # of what is overridden, or of no layers
+    inherited = {"get_query_offset", "is_sliding", "is_dummy"}  # These belong to overridden methods, or need no layers.
     public = {name for name in vars(Cache) if not name.startswith("_")}
     assert public - vars(HybridCache).keys() == inherited
 
@@ -480,7 +480,7 @@ def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None
             assert_logits_close(actual, expected)
 
 
-# by torch, when it is asked to compile
+# Torch warns of this when it is asked to compile.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_compiled_model_is_refused() -> None:
     with pytest.raises(
@@ -494,7 +494,7 @@ def test_a_compiled_model_is_refused() -> None:
         assert cache.get_seq_length() == 0
 
 
-# Exceptions from outside
+# The tests below are about exceptions from outside.
 
 
 @pytest.mark.parametrize("number", HANDLERS)

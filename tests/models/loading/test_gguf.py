@@ -56,22 +56,24 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
     if "mscale" in (rope := getattr(config, "rope_parameters", None) or {}):
         rope["mscale"] = rope["mscale_all_dim"]  # Files say one of the two.
     if hasattr(config, "time_step_limit"):
-        config.time_step_limit = (0.0, float("inf"))  # llama.cpp knows no other
-    if config.model_type in ("kimi_linear", "bailing_hybrid"):  # Likewise; and Kimi Linear's files know no groups.
+        config.time_step_limit = (0.0, float("inf"))  # llama.cpp supports no other limit.
+    # llama.cpp supports no other values, and files of Kimi Linear know no groups.
+    if config.model_type in ("kimi_linear", "bailing_hybrid"):
         config.attention_bias, config.kda_safe_gate = False, True
         config.linear_num_heads = config.num_attention_heads
         for part in ("mscale", "mscale_all_dim"):
             rope.pop(part, None)
     if config.model_type == "deepseek_v32":
-        config.attention_bias = False  # likewise
-    if config.model_type == "glm5_next":  # Likewise; and each layer of attention has an index of its own.
+        config.attention_bias = False  # llama.cpp supports no other value.
+    # llama.cpp supports no other values, and each attention layer has an index of its own.
+    if config.model_type == "glm5_next":
         text = config.text_config
         text.attention_bias, text.linear_num_heads, text.linear_lower_bound = False, text.num_attention_heads, -1.0
         text.indexer_types = ["full"] * len(text.indexer_types)
     if config.model_type == "kimi_linear":
         config.n_group, config.norm_topk_prob = 1, True
     if config.model_type == "lfm2_moe":
-        config.routed_scaling_factor = 1.0  # likewise
+        config.routed_scaling_factor = 1.0  # llama.cpp supports no other value.
     folder = write_checkpoint(tmp_path, config)
     expected = logits(load_model(folder))
     model = load_model(write_gguf(folder, tmp_path / "model.gguf"))

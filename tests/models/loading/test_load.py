@@ -60,7 +60,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> No
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-# Good checkpoints
+# The tests below load good checkpoints.
 
 
 def test_shards_are_one_checkpoint(folder: Path, sharded: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_config_may_leave_its_dtype_out(folder: Path) -> None:
     assert load_model(folder).memory_spec.dtype == torch.float32
 
 
-# Progress and warnings
+# The tests below are about progress and warnings.
 
 
 def test_a_bar_is_shown_when_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_tensors_that_nobody_takes_are_named(folder: Path) -> None:
         load_model(folder)
 
 
-# Bad files
+# The tests below load bad files.
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_config_that_contradicts_itself_is_refused(folder: Path, changes: dict
         load_model(folder)
 
 
-# Models that are not implemented
+# The tests below are about models that are not implemented.
 
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["JambaForSequenceClassification"], [], None])
@@ -279,7 +279,7 @@ def test_another_activation_is_right_or_refused(tmp_path: Path, config: Callable
     assert_logits_close(run(model), Peer.load(folder).logits(TOKENS))
 
 
-# Places, devices and dtypes
+# The tests below are about places, devices and dtypes.
 
 
 def test_a_file_is_no_folder(folder: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_dtype_that_is_none_is_refused(folder: Path, dtype: Any) -> None:
         load_model(folder, dtype=dtype)
 
 
-# A model and the memory of another
+# The tests below combine a model with the memory of another.
 
 
 def test_the_memory_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

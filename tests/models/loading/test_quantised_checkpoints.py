@@ -114,7 +114,7 @@ def check_equal(coded: Path, dense: Path, dtype: torch.dtype = torch.float32, *,
         assert error < (1e-5 if dtype is torch.float32 else 4e-2)
 
 
-# compressed-tensors, as its own library writes it
+# The tests below read compressed-tensors, as its own library writes it.
 
 
 def extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
@@ -233,7 +233,7 @@ def test_groups_of_modules_have_schemes_of_their_own(tmp_path: Path) -> None:
     check_equal(coded, dense)
 
 
-# GPTQ and AWQ, packed here from the formats' descriptions
+# The tests below read GPTQ and AWQ, packed here from the formats' descriptions.
 
 
 def pack(codes: Tensor, bits: int, order: list[int]) -> Tensor:
@@ -297,7 +297,7 @@ def test_awq(tmp_path: Path) -> None:
     check_equal(*write_quantised(tmp_path, "jamba", config, code))
 
 
-# FP8
+# The tests below read FP8.
 
 
 def float8(size: int | None, end: str = "weight_scale_inv") -> Coder:
@@ -357,7 +357,7 @@ def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     assert coded_names
 
 
-# What is damaged, and what is not read
+# The tests below are about what is damaged, and what is not read.
 
 NAME = "model.layers.1.mlp.up_proj."
 

@@ -115,7 +115,7 @@ def test_sums_of_groups_are_exact(format: IntegerFormat, n_out: int) -> None:
     """Rows keep twelve bits below the largest number of a group; what a group adds is rounded once."""
     weight = QuantisedWeight.rounded(drawn(n_out, 330, dtype=torch.bfloat16), format)
     x = (torch.randn(19, 330) * torch.logspace(-4, 4, 330)[torch.randperm(330)]).bfloat16()
-    x[7] = 255.0  # all weights times the largest significand: sums of a group that just fit
+    x[7] = 255.0  # All numbers have the largest significand, so the sums of a group just fit.
     groups, weights = F.pad(x.double(), (0, 22)).view(19, 11, 32), F.pad(weight.dense().double(), (0, 22))
     unit = 2.0 ** (groups.abs().amax(-1, keepdim=True).log2().floor() - 11)
     groups, total = (groups / unit).round() * unit, torch.zeros(19, n_out, dtype=torch.float64)

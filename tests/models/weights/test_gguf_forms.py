@@ -211,7 +211,7 @@ def test_inputs_change_place_with_their_scales(name: str, width: int) -> None:
     expected = weight.dense().view(20, -1, width)[:, order].view(20, -1)
     assert torch.equal(moved.dense(), expected)
     assert torch.equal(kept(moved).dense(), moved.dense(torch.float32))
-    assert weight.with_inputs(torch.randperm(n_in // 16), 16) is None  # they share a scale, or are read at once
+    assert weight.with_inputs(torch.randperm(n_in // 16), 16) is None  # Such inputs share a scale, or are read at once.
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -311,7 +311,7 @@ class Counted:
 def test_steps_that_read_rows_of_packed_weights_are_replayed(is_tied: bool, tmp_path: Path) -> None:
     """Of an embedding that is also the head, or one in a form of its own, beside weights in several forms."""
     config = llama_config(hidden_size=96, intermediate_size=64, tie_word_embeddings=is_tied)
-    kind, other = ("Q4_1", "Q8_0") if IS_LONG else ("Q8_0", "F16")  # One layout less to compile.
+    kind, other = ("Q4_1", "Q8_0") if IS_LONG else ("Q8_0", "F16")  # Then there is one layout less to compile.
     path = write_gguf(write_checkpoint(tmp_path, config), tmp_path / "model.gguf", kind, others={"attn_v": other})
     counted, found = Counted(load_model(path)), []
     for each in (counted.model, RecordedModel(counted)):

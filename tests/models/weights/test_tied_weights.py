@@ -91,7 +91,7 @@ def warning_of(name: str) -> Any:
     return pytest.warns(UserWarning, match=f"{name} of .* differs from .* tie_word_embeddings=True; {name} is used")
 
 
-# A head of its own
+# The tests below are about models with a head of their own.
 
 
 @pytest.mark.parametrize("name", one_in(3, CAN_TIE))
@@ -168,7 +168,7 @@ def test_attached_models_are_told_of_nothing(own: Path) -> None:
         assert spec.weights == load_model(own).memory_spec.weights
 
 
-# The same head, or one of both names
+# The tests below are about the same head, or one of both names.
 
 
 def test_a_head_in_another_dtype_is_compared_in_the_models(tied: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_head_that_neither_the_file_nor_the_config_has_is_named(tied: Path) ->
         load_model(tied)
 
 
-# Encoders and decoders
+# The tests below are about encoders and decoders.
 
 
 def write_seq2seq(folder: Path, name: str) -> None:
@@ -307,7 +307,7 @@ def test_a_t5_whose_config_says_that_its_head_is_its_own_warns_of_nothing(tmp_pa
     check_seq2seq(tmp_path)
 
 
-# Blocks that layers share
+# The tests below are about blocks that layers share.
 
 
 def test_blocks_that_layers_share_are_held_once_and_one_that_differs_is_used(
@@ -343,7 +343,7 @@ def test_blocks_that_layers_share_are_held_once_and_one_that_differs_is_used(
     assert weight_bytes(model) > n_bytes
 
 
-# Models that are not read
+# The tests below are about models that are not read.
 
 
 def test_what_commands_say_of_bytes_is_of_the_files(own: Path) -> None:

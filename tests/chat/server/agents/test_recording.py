@@ -86,10 +86,10 @@ def test_a_session_goes_on_goes_back_and_forks(server: Running, path: str, heade
     assert nodes[-1]["text"] == agent.history[-1]["content"] or path == "/v1/messages"
     assert all(node["cost"]["compute_tokens"] <= 1 for node in nodes[-2:])
     agent.history = two_turns
-    agent.say("My dog is called Rex.")  # It goes back, and says something else.
+    agent.say("My dog is called Rex.")  # The agent goes back, and says something else.
     nodes = session_with(server, word, 9)
     assert nodes[7]["parent"] == nodes[4]["id"] and nodes[5]["parent"] == nodes[4]["id"]
-    # The branch that was left stays to return to, from its own token ids.
+    # A client can still return to the branch that was left. It continues from that branch's own token ids.
     body = {"model": MODEL, "input": "And now?", "previous_response_id": nodes[6]["id"], "temperature": 0}
     resumed = server.call("POST", "/v1/responses", body).json
     assert resumed["hybrid_memory"]["history"].startswith(f"continues from the token ids of {nodes[6]['id']}")

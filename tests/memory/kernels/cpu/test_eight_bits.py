@@ -92,7 +92,7 @@ def assert_same_bodies(
     body, twin = (read_states(x, targets, shape, 0.0) for x in (ours, theirs))
     step = twin.abs().amax(1 if len(shape) == 2 else -1, keepdim=True) / (127 if state_dtype == "int8" else 14)
     assert bool(((body - twin).abs() <= step * 1.001).all()), "by a rounding of the sum, one code further at most"
-    if dtype == torch.float32:  # With 16 bits, the rings' own rounding moves more numbers across.
+    if dtype == torch.float32:  # With 16 bits, rounding in the rings moves more numbers to another code.
         assert float(((body - twin).abs() > 1e-3 * step).float().mean()) < 0.01
 
 
