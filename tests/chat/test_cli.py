@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it fails, and that its memory holds what the chat template renders."""
+"""The tests run the command line: its output, its errors, and that its memory holds what the chat template renders."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer: Tokenizer) -> No
 def test_the_memory_holds_what_the_chat_template_renders(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, max_reply_tokens: int
 ) -> None:
-    """Even where replies are cut short."""
+    """This also holds if replies are cut short."""
     monkeypatch.setattr("hybridmem.chat.simulation.conversation.MAX_REPLY_TOKENS", max_reply_tokens)
     memory = HybridMemory(embedded.memory_spec, "64MiB", poison=True)
     users = [Conversation(f"user {i}", memory.open()) for i in range(3)]
@@ -231,7 +231,7 @@ def test_a_wrong_answer_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rollback_that_does_nothing_fails_the_demo(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo looks at what the memory really did, not at what it was asked to do."""
+    """The demo checks what the memory really did, not what it was asked to do."""
     monkeypatch.setattr(HybridMemory, "rollback", lambda self, sequence, to: None)
     report = run_demo(embedded, tokenizer, n_users=2, n_turns=3)
     assert not report.is_ok

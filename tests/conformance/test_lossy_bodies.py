@@ -1,7 +1,7 @@
-"""Invariant 4 where bodies keep some rows, or few bits of them: every policy and storage, whatever way it goes back.
+"""Invariant 4 holds for every policy and storage, where bodies keep some rows, or rows in few bits.
 
-What a sequence has seen beyond the length to which it returned must not be seen: not the tokens, and not what folded
-because of them. `CONFORMANCE=kinds` runs every window with every cut and all distances.
+A sequence that went further and returned must not see what came later: neither the tokens, nor what folded because of
+them. `CONFORMANCE=kinds` runs every window with every cut and all distances.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CUTS: tuple[tuple[int, ...], ...] = ((1,), (3, 1, 6), (17, 2))
 
 @dataclass(frozen=True)
 class LargestKeys(EvictionPolicy):
-    """A policy as users write them: not a word of rollbacks."""
+    """Is a policy as users write them. It says nothing of rollbacks."""
 
     def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
         return rows.keys.float().amax(-1)
@@ -70,7 +70,10 @@ WAYS = ("rollback", "decode", "fork", "accept", "checkpoint")
 
 
 def go_and_return(toy: Toy, memory: HybridMemory, sequences: list[Sequence]) -> list[Sequence]:
-    """Each sequence, or a fork of it, as it was, after it has gone further: the nth in the nth of many ways."""
+    """Let each sequence go further, and return it, or a fork of it, as it was.
+
+    The n-th sequence takes the n-th of many ways.
+    """
     window, found = memory.rollback_window, list[Sequence]()
     lengths, further = [sequence.length for sequence in sequences], dict[Sequence, list[list[int]]]()
     marks, ways = dict[Sequence, Checkpoint](), way_of(len(sequences), window)
@@ -108,7 +111,10 @@ def way_of(n_sequences: int, window: int) -> list[str]:
 def test_what_a_sequence_returned_from_is_not_seen(
     policy: str, storage: str, window: int, sizes: tuple[int, ...]
 ) -> None:
-    """Sequences of many lengths that went further and came back, beside as many that did not: equal bits."""
+    """Sequences of many lengths went further and came back, beside as many that did not.
+
+    Both give equal bits.
+    """
     toy = Toy(recurrent=False)
     chosen = POLICIES.get(policy) or LargestKeys(9, every=4)
     subject = Subject(policy, "keep", toy, True, chosen, STORAGES[storage])

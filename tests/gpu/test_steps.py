@@ -1,5 +1,4 @@
-"""What only a device can show: that the host never waits for it inside of a step, and that a plan goes
-up in one copy."""
+"""Only a device can show this: the host never waits for it inside of a step, and a plan is uploaded in one copy."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ COUNTS_EXPERTS = ("jamba", "model:deepseek", "model:qwen3-next")
 
 
 def decoding(subject: Subject) -> tuple[HybridMemory, list]:  # type: ignore[type-arg]
-    """Sequences of several lengths after two decode steps, so that every kernel is compiled."""
+    """Return sequences of several lengths after two decode steps, so that every kernel is compiled."""
     memory = HybridMemory(subject.spec, "64MiB", rollback_window=8, page_tokens=subject.page_tokens, fold=subject.fold)
     sequences = [memory.open() for _ in range(5)]
     memory.run(subject.model, {s: subject.tokens(20 + i) for i, s in enumerate(sequences)})

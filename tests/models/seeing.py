@@ -1,4 +1,4 @@
-"""Random checkpoints of models that see, as transformers writes them, and pictures for them."""
+"""Writes random checkpoints of models that see, as transformers does, and pictures for them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""An engine in operation, in simulated time: one seed decides arrivals, cancellations, shocks and failures, and all but
-what follows from measured speed: whether a prefix that gives way is worth host memory.
+"""An engine operates in simulated time: one seed decides arrivals, cancellations, shocks and failures.
 
-What is promised whatever happens: every request ends, in time and for a reason; what it says is what it would say
-alone; nobody waits for ever; the books balance after every step; nothing is left behind.
+Only one thing follows from measured speed: whether an evicted prefix is worth host memory. The promises hold whatever
+happens. Every request ends in time, for a reason, and says what it would say alone. Nobody waits for ever. The books
+balance after every step, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TOY = Toy()
 
 
 class ModelError(Exception):
-    """Raised by the model, out of the middle of a step."""
+    """The model raises this in the middle of a step."""
 
 
 class ListenerError(Exception):
-    """Raised by a client's callback."""
+    """A client's callback raises this."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Clock:
 
 @dataclass
 class Asked:
-    """Holds a request, and what it was made of."""
+    """Holds a request, and the values from which it was made."""
 
     generation: Generation
     prompt: list[int]

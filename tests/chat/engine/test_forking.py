@@ -1,4 +1,4 @@
-"""Several replies to one prompt: it is computed once, and each says what it would say alone."""
+"""Several replies share one prompt. It is computed once, and each reply is what it would be alone."""
 
 from __future__ import annotations
 

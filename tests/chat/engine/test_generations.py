@@ -1,5 +1,6 @@
-"""Single requests: what goes wrong ends one of them alone, what text they show, what their sequences hold, what
-prefixes save.
+"""The tests check single requests: what text they show, what their sequences hold, and what prefixes save.
+
+If something goes wrong, it ends only the request that it concerns.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def test_engines_that_cannot_work_are_refused(options: dict[str, Any], words: st
 
 
 def scripted_text(embedded: LanguageModel, tokenizer: Tokenizer, text: str) -> Engine:
-    """An engine whose model says this text and then ends."""
+    """Return an engine whose model says this text and then ends."""
     script = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     memory = HybridMemory(embedded.memory_spec, "16MiB", poison=True)
     return Engine(Scripted(embedded, script, n_prompt=1), memory, tokenizer)

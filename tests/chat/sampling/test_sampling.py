@@ -1,4 +1,4 @@
-"""Sampling: what is drawn and how often, that a seed says it all, and what is refused."""
+"""Tokens are drawn as often as their probabilities say, a seed decides all draws, and wrong options are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])
 
 
 def softmax_of(kept: list[int], temperature: float = 1.0) -> Tensor:
-    """(8,) of `LOGITS` with only these tokens left."""
+    """Return the softmax (8,) of `LOGITS` with only these tokens left."""
     expected = torch.zeros(8)
     expected[kept] = torch.softmax(LOGITS[kept] / temperature, 0)
     return expected
@@ -116,7 +116,10 @@ def test_a_penalty_changes_greedy_choices_too() -> None:
 
 
 def test_scores_are_those_of_transformers_processors() -> None:
-    """One row after the other, with all of them at once; ours change many rows together."""
+    """Transformers changes one row after the other.
+
+    This library changes many rows together, with all processors at once.
+    """
     generator = torch.Generator().manual_seed(0)
     logits_SV = torch.randn(6, 50, generator=generator) * 3
     options = [(0.7, 5, 0.9, 1.3, 0.0), (1.5, None, 0.5, 1.0, 0.1), (0.2, 50, None, 0.8, 0.0), (1.0, 3, 1.0, 2.0, 0.3)]

@@ -1,4 +1,4 @@
-"""The API of llama.cpp's server: the same replies as of /v1/completions, in its form, whole and as a stream."""
+"""The API of llama.cpp's server gives the replies of /v1/completions in its own form, whole and as a stream."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Nobody:
 
 
 def renamed(texts: Tokenizer, token: int, name: str) -> Tokenizer:
-    """A tokenizer in whose vocabulary a token is a special one of another name."""
+    """Return a tokenizer in whose vocabulary a token is a special one of another name."""
     told = json.loads(texts.backend_tokenizer.to_str())
     vocabulary = told["model"]["vocab"]
     old = next(word for word, i in vocabulary.items() if i == token)

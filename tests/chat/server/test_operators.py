@@ -1,4 +1,4 @@
-"""What operators see around replies: keys with limits, request ids, the access log, TLS; tokens and embeddings."""
+"""The tests show what operators use: keys with limits, request ids, the access log, TLS, tokens and embeddings."""
 
 from __future__ import annotations
 

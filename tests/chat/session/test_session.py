@@ -1,5 +1,6 @@
-"""Sessions: whatever is taken back, only what differs is computed again, and replies are those of a model that reads it
-all anew.
+"""A session computes only what differs after something was taken back.
+
+Its replies are those of a model that reads everything anew.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def counted(session: ChatSession) -> Counted:
 
 
 class Witness:
-    """Calls a session, and checks each turn: its counts, its reply, and that it goes on from the nearest checkpoint at
-    least.
+    """Calls a session, and checks each turn.
+
+    It checks the counts and the reply, and that the turn continues from the nearest checkpoint at least.
     """
 
     def __init__(self, model: Any, tokenizer: Tokenizer, session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +164,7 @@ def test_without_checkpoints_it_says_why_all_is_computed(
 def test_stripped_thoughts_cost_the_reply_they_were_in(
     talker: Any, stripping: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the history before them, not one token is computed again, however long it is."""
+    """However long the history before them is, none of its tokens is computed again."""
     session = ChatSession(make_engine(talker, stripping), max_tokens=40)
     model, words = counted(session), stripping.encode("Okay, noted.")
     thoughts = stripping.encode("<think>The user has a cat. I shall remember that it is called Zoe.</think>")
@@ -223,7 +225,7 @@ def test_what_a_stop_string_cut_is_read_as_its_text(
 
 
 def test_one_long_message_is_edited_at_its_end_from_a_mark_before_it(talker: Any, tokenizer: Tokenizer) -> None:
-    """A history that was given is not computed again when its last message changes."""
+    """If the last message of a given history changes, the messages before it are not computed again."""
     given = [Utterance("user", LINES[1]), Utterance("assistant", "That sounds nice."), Utterance("user", LINES[0])]
     given.append(Utterance("assistant", "Okay, noted."))
     session = ChatSession(make_engine(talker, tokenizer), messages=given, max_tokens=4)
@@ -236,7 +238,10 @@ def test_one_long_message_is_edited_at_its_end_from_a_mark_before_it(talker: Any
 
 
 def test_locating_is_not_fooled_by_what_is_said(tokenizer: Tokenizer) -> None:
-    """A reply "a" is not looked for in "<|assistant|>", nor "user" in "<|user|>", and what users quote is theirs."""
+    """A reply "a" is not found in "<|assistant|>", nor "user" in "<|user|>".
+
+    Marks that users quote belong to the users' text.
+    """
     ids = tuple(tokenizer.convert_tokens_to_ids(list("as")))
     said = [
         Utterance("user", "a"),
@@ -308,8 +313,9 @@ def test_sleeping_gives_the_bytes_back_and_changes_nothing(talker: Any, tokenize
 def test_a_saved_session_holds_nothing_that_was_taken_back(
     talker: Any, tokenizer: Tokenizer, tmp_path: Path, sleeps: bool
 ) -> None:
-    """Though the memory still does, where a rollback does not reach so far: what comes next decides what it goes on
-    from.
+    """The memory may still hold it, where a rollback does not reach so far.
+
+    The next message decides where the session continues.
     """
     session = ChatSession(make_engine(talker, tokenizer, has_prefixes=False), max_tokens=40)
     session.say(LINES[0])
@@ -445,7 +451,10 @@ def test_what_cannot_be_resumed_is_refused(embedded: Any, tokenizer: Tokenizer, 
 def test_a_session_is_saved_with_its_branches_and_checkpoints(
     embedded: Any, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """In another process each goes on as here, and going back computes no more than it did before."""
+    """In another process, each branch continues as here.
+
+    Going back computes no more than it did before.
+    """
     engine = make_engine(embedded, tokenizer)
     session = ChatSession(engine, max_tokens=20)
     session.say(LINES[0])
@@ -630,7 +639,10 @@ def test_tokenizers_without_a_usable_template_are_refused(embedded: Any) -> None
 
 
 def test_a_session_whose_sequence_was_closed_computes_it_again(embedded: Any, tokenizer: Tokenizer) -> None:
-    """Its messages are what counts: whatever is called next, it goes on as if nothing had been computed yet."""
+    """Only its messages count.
+
+    Whatever is called next, the session continues as if nothing had been computed yet.
+    """
     told = "My cat is called Milo."
     calls: list[Callable[[ChatSession], object]] = [
         lambda session: session.say("What is my cat called?").text,

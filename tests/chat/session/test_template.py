@@ -1,5 +1,6 @@
-"""Templates: what is given is read once and not generated, choices are compared exactly, and a batch fills as each
-alone would.
+"""In templates, given text is read once and not generated, and choices are compared exactly.
+
+Each row of a batch is filled as it would be alone.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def counted(engine: Engine) -> Counted:
 
 
 def log_probability(model: Any, prompt: list[int], ids: list[int]) -> float:
-    """Of these tokens behind the prompt, read in one go in a memory of its own."""
+    """Return the log probability of these tokens after the prompt, read in one step in a memory of its own."""
     memory = HybridMemory(model.memory_spec, "64MiB", poison=True)
     with memory.step({memory.open(): [*prompt, *ids[:-1]]}, outputs="all") as step:
         rows = model(step)[len(prompt) - 1 :].double().log_softmax(-1)
@@ -140,7 +141,7 @@ def test_the_embedded_model_fills_what_it_was_told(embedded: Any, tokenizer: Tok
 
 
 def test_a_stop_string_in_the_middle_of_a_token(talker: Any, tokenizer: Tokenizer) -> None:
-    """The rest of the text is tokenised anew, and what follows goes on behind it."""
+    """The rest of the text is tokenised anew, and what follows continues from there."""
     engine = make_engine(talker, tokenizer)
     prompt, said = tokenizer.encode("My cat is called Zoe."), tokenizer.encode(" That sounds nice.")
     counted(engine).say(said, at=len(prompt))
@@ -172,7 +173,7 @@ def test_prefixes_of_earlier_batches_are_not_read_again(embedded: Any, tokenizer
 
 
 def test_templates_of_all_sorts_share_a_batch(talker: Any, tokenizer: Tokenizer) -> None:
-    """Equal ones, ones that begin with others, ones without anything in common, and ones with nothing to do."""
+    """Some templates are equal, some begin with others, some have nothing in common, and some have nothing to do."""
     engine = make_engine(talker, tokenizer)
     written = [
         "My cat{a:max_tokens=3}",

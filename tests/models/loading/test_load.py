@@ -1,4 +1,4 @@
-"""Loading: every layout of a good checkpoint gives the same model, every bad one an error that names what is wrong."""
+"""Every layout of a good checkpoint gives the same model. A bad checkpoint gives an error that names what is wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A good checkpoint, to be spoilt."""
+    """Write a good checkpoint, which tests then spoil."""
     return write_checkpoint(tmp_path / "good", jamba_config())
 
 
@@ -47,7 +47,7 @@ def run(model: LanguageModel) -> Tensor:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Change entries of config.json; None takes one out."""
+    """Change entries of config.json. None removes an entry."""
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(
         json.dumps({name: value for name, value in config.items() if value is not None})
@@ -113,7 +113,7 @@ def test_a_checkpoint_is_cast_to_the_dtype_asked_for(folder: Path, dtype: str | 
 
 
 def test_files_are_mapped_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what was read leaves memory; tensors that are used where they are stay valid, as the embedding does."""
+    """A new mapping lets memory drop what was read. Tensors used in place, such as the embedding, stay valid."""
     folder = write_checkpoint(tmp_path / "model", jamba_config())
     expected = run(load_model(folder))
     opened = list[Path]()
@@ -352,7 +352,7 @@ def test_errors_of_loading_are_errors_of_this_library() -> None:
 
 
 def test_every_architecture_is_listed_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that registers an architecture which is not listed would never be imported for it."""
+    """If a module registered an architecture that is not listed, nothing would import the module for it."""
     for module in iter_modules(families.__path__):
         import_module(f"hybridmem.models.families.{module.name}")
     listed, classes = architectures.Architectures(), dict(ARCHITECTURES)

@@ -1,4 +1,4 @@
-"""Memory that weights of products share, in huge pages."""
+"""Weights of products share memory in huge pages."""
 
 from __future__ import annotations
 

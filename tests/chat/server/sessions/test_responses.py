@@ -1,4 +1,4 @@
-"""Stored responses as OpenAI's own client sees them: what a prompt continues from, and whose they are."""
+"""OpenAI's own client sees stored responses: from what a prompt continues, and to whom they belong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPEN_TEMPLATE = (
 
 @pytest.fixture
 def client(server: Running, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
-    """Each test is somebody else."""
+    """Return a client. Each test is another user."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=request.node.name, max_retries=0) as client:
         yield client
 

@@ -1,4 +1,4 @@
-"""Our own API of stored sessions: what going back costs, edits, forks, pins, and documents that move elsewhere."""
+"""Our own API of stored sessions covers costs of going back, edits, forks, pins, and documents that move elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CAT, ASK, LUNA = "My cat is called Zoe.", "What is my cat called?", "My cat is c
 
 
 class Caller:
-    """Somebody with a session: a cat, and the question what it is called."""
+    """Is a client with a session that told of a cat, and then asked for its name."""
 
     def __init__(self, server: Running, key: str) -> None:
         self.server, self._headers = server, {"Authorization": f"Bearer {key}"}
@@ -146,7 +146,7 @@ def test_a_pinned_node_stays_until_its_time_is_over(caller: Caller, monkeypatch:
     monkeypatch.setattr(caller.server.sessions, "now", lambda: now[0])
 
     def given_way() -> bool:
-        """Take all that gives way, and see whether the node is still kept."""
+        """Let everything give way that may, and return whether the node is still kept."""
         with engine.lock:
             prefixes.reclaim(engine.memory.budget_bytes)
         return next(n for n in caller.nodes() if n["id"] == caller.told.id)["cost"]["from"] == "nothing"

@@ -1,4 +1,4 @@
-"""Kernels of the CPU for bodies of 8 bits, against plain torch: outputs, rings, and every byte of the bodies."""
+"""CPU kernels for bodies of 8 bits are compared with plain torch: outputs, rings, and every byte of the bodies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODES = {
 
 
 def in_8_bits(slots: StateSlots, dtype: torch.dtype) -> StateSlots:
-    """The same states in 8 bits."""
+    """Return the same states in 8 bits."""
     n, stored = math.prod(slots.shape), math.prod(stored_shape(slots.shape, dtype))
     flat = torch.zeros(len(slots.flat) // n * stored, dtype=torch.uint8)
     for source in set(slots.sources.tolist()) - {-1}:
