@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import MiniMaxConfig
 
 _LIGHTNING_NORM_EPS = 1e-6
-"""Epsilon of the norm behind lightning attention, whatever the config's."""
+"""Epsilon of the norm after lightning attention, whatever the config's."""
 _MOST_OFF = 0.02
 """Largest share by which a stored decay may differ from the computed one: files hold it in 16 bits."""
 

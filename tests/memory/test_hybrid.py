@@ -1,4 +1,4 @@
-"""HybridMemory at its edges: bad input, bytes as the spec says, dry runs, and what costs nothing."""
+"""The tests try HybridMemory at its limits: bad input, bytes as the spec says, dry runs, and what costs nothing."""
 
 from __future__ import annotations
 
@@ -269,7 +269,7 @@ def test_every_error_is_ours() -> None:
 
 
 def test_bytes_are_what_the_spec_says(toy: Toy) -> None:
-    """Pages, states and tails of each sequence, and their sum in the arena."""
+    """The test compares pages, states and tails of each sequence, and their sum in the arena."""
     window, page_tokens = 8, 16
     memory = HybridMemory(toy.memory_spec, "1MiB", rollback_window=window, page_tokens=page_tokens)
     a, b = memory.open(), memory.open()
@@ -314,8 +314,9 @@ def test_shared_bytes(hybrid: HybridMemory, toy: Toy) -> None:
 
 
 def test_a_window_costs_rows_not_states() -> None:
-    """A Mamba-1 layer with 16 states a channel, bfloat16 rows and float32 state: 64 tokens back cost 2.6 states at
-    most.
+    """A Mamba-1 layer has 16 states for each channel, bfloat16 rows and a float32 state.
+
+    To take back 64 tokens costs at most 2.6 states.
     """
     spec = MemorySpec(((mamba1_spec(4096, 16, 4),),), vocab_size=10, dtype=torch.bfloat16, device=torch.device("meta"))
     memory = HybridMemory(spec, "1GiB", rollback_window=64)  # On a device that is no CPU, the default is fold="replay".
@@ -365,7 +366,7 @@ def test_which_kernels_are_used_can_be_asked(toy: Toy, monkeypatch: pytest.Monke
 
 
 def test_every_family_of_the_library_has_kernels() -> None:
-    """Those of a `Fold`, which is plain torch, are of the user's own.
+    """A `Fold` runs in plain torch, and is the user's own.
 
     `gated_pool` has no state that each token changes: it averages all windows of a step at once, in plain torch.
     """
@@ -382,7 +383,10 @@ def test_states_that_must_move_cannot_be_deferred() -> None:
 
 
 def test_deferred_states_are_one_a_sequence() -> None:
-    """Two while the body moves: every 16 tokens of a window of 32. No other step takes a block."""
+    """A sequence has two while its body moves, which is every 16 tokens of a window of 32.
+
+    No other step takes a block.
+    """
     spec = MemorySpec(((DEFERRING,),), vocab_size=10, device=torch.device("meta"))
     memory = HybridMemory(spec, "1GiB", rollback_window=32, fold="defer")
     sequence, moved_at = memory.open(), []
@@ -412,7 +416,10 @@ def test_decoding_holds_at_most_three_states_and_its_rows(fold: Literal["keep", 
 
 
 def test_layouts_of_real_models_hardly_pad() -> None:
-    """Jamba-1.5-Mini's sizes: 4 attention and 28 Mamba layers. Alignment adds less than 3 %."""
+    """The sizes are those of Jamba-1.5-Mini: 4 attention layers and 28 Mamba layers.
+
+    Alignment adds less than 3 %.
+    """
     attention, mamba = AttentionSpec(32, 8, 128), mamba1_spec(8192, 16, 4)
     layers = tuple((attention if i % 8 == 4 else mamba,) for i in range(32))
     memory = HybridMemory(MemorySpec(layers, 65536, torch.bfloat16, torch.device("meta")), "80GiB", rollback_window=64)
@@ -538,7 +545,10 @@ def test_many_sequences_that_were_never_fed_go_back_to_nothing(toy: Toy) -> None
 
 
 def test_kept_states_make_replay_rare(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding runs every row once if heads are kept; with replay, those that bodies pass are run again."""
+    """If heads are kept, decoding runs every row once.
+
+    With replay, rows that bodies pass run again.
+    """
     rows: list[int] = []
     plain = Fold.__call__
 
@@ -597,7 +607,10 @@ def test_state_dtype_halves_the_states_and_is_checked() -> None:
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
 @pytest.mark.parametrize("window, rollback_window", [(1, 0), (5, 3), (40, 8)])
 def test_pages_leave_with_the_window(window: int, rollback_window: int, page_tokens: int) -> None:
-    """However long the sequence: the window, what a rollback may need, and the ends of two pages."""
+    """However long the sequence is, its pages hold the window and what a rollback may need.
+
+    The ends of two pages are added.
+    """
     spec = MemorySpec(
         ((AttentionSpec(2, 1, 8, window=window),), (AttentionSpec(2, 1, 8),)), 9, device=torch.device("meta")
     )
@@ -634,7 +647,10 @@ def test_window_0_is_refused() -> None:
 
 
 def test_a_model_that_remembers_nothing_runs_through_the_same_step() -> None:
-    """An encoder or an embedding model: only lengths and tokens are kept, no byte."""
+    """An encoder or an embedding model remembers nothing.
+
+    Only lengths and tokens are kept, and no byte of the budget.
+    """
     spec = MemorySpec(((), ()), 9)
     memory = HybridMemory(spec, 1)
     a, b = memory.open(), memory.open()

@@ -1,5 +1,6 @@
-"""Random checkpoints as transformers writes them, with weights under which attention, both states and the experts all
-matter.
+"""Makes random checkpoints as transformers writes them.
+
+Their weights make attention, both states and the experts matter.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ STATE_LISTS = ("rwkv", "rwkv7")
 
 @torch.no_grad()
 def randomise_(model: nn.Module) -> None:
-    """Weights of a trained model's size instead of an initialisation's, so that nothing is close to zero or to the
-    identity.
+    """Set weights of a trained model's size, instead of those of an initialisation.
+
+    So nothing is close to zero or to the identity.
     """
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
@@ -122,13 +124,13 @@ def write_checkpoint(
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that makes models of such a config."""
+    """Return the class of transformers that makes models of such a config."""
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 @dataclass
 class Peer:
-    """The same checkpoint in transformers."""
+    """Holds the same checkpoint in transformers."""
 
     model: PreTrainedModel
 
@@ -139,7 +141,10 @@ class Peer:
 
     @torch.no_grad()
     def logits(self, tokens: list[int], cache: PeerCache | None = None) -> Tensor:
-        """(n, vocab). A cache goes on from where it stands; with one, feed a first prompt or single tokens only."""
+        """Return logits (n, vocab). A cache continues where it is.
+
+        With a cache, feed a first prompt or single tokens only.
+        """
         options = {"use_cache": False} if cache is None else cache.options(len(tokens))
         output = self.model(torch.tensor([tokens]), **options)
         if cache is not None:
@@ -163,7 +168,7 @@ _MAKE_CACHE: dict[str, Callable[[PreTrainedConfig], Any]] = {
 
 @dataclass
 class PeerCache:
-    """What transformers remembers of one sequence, and how its models want to be handed it."""
+    """Holds what transformers remembers of one sequence, and knows how models take it."""
 
     model: PreTrainedModel
     n_tokens: int = 0
@@ -177,7 +182,7 @@ class PeerCache:
             self.model._setup_cache(self.model.config, 1, self.model.device, self.model.dtype)
 
     def options(self, n_tokens: int) -> dict[str, Any]:
-        """Arguments of the forward call for the next tokens."""
+        """Return arguments of the forward call for the next tokens."""
         if self.model.config.model_type in STATE_LISTS:
             return {"use_cache": True, "state": self.state}
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
@@ -188,7 +193,7 @@ class PeerCache:
         return {"use_cache": True, cache_argument(self.model): self.cache, "position_ids": positions}
 
     def after(self, output: Any) -> None:
-        """Told of what a call returned."""
+        """Take what a call has returned."""
         if self.model.config.model_type in STATE_LISTS:
             self.state = output.state
 

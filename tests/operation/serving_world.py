@@ -106,7 +106,7 @@ class ServingWorld:
         self._strangers = Strangers(self.memory, speaker(), random, 300, self.events)
 
     def __call__(self, step: Step) -> Tensor:
-        """Run the model, which takes its time, or fail behind all of its layers."""
+        """Run the model, which takes its time, or fail after all of its layers."""
         logits = speaker()(step)
         self._loop.pass_time(self._random.choice((0.01, 0.02, 0.3)))
         if self._n_failures:

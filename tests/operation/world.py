@@ -92,7 +92,7 @@ class World:
         self._strangers = Strangers(self.memory, _TOY, random, 200, self.events)
 
     def __call__(self, step: Step) -> Any:
-        """Run the model, or fail behind all of its layers."""
+        """Run the model, or fail after all of its layers."""
         logits = _TOY(step)
         if self._fails:
             self._fails -= 1

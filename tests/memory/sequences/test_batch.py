@@ -1,4 +1,4 @@
-"""Packing against naive loops, and every way in which requests can make no batch."""
+"""Packing is compared with naive loops, and requests that can make no batch are refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sequences() -> list[Sequence]:
 
 
 def read_requests(requests: Any, vocab_size: int) -> tuple[list[Sequence], TokenLists]:
-    """Both halves of reading, one after the other as a step does."""
+    """Run both halves of reading one after the other, as a step does."""
     sequences, values = read_pairs(requests)
     return sequences, read_tokens(sequences, values, vocab_size)
 

@@ -20,7 +20,7 @@ TOKENIZER = load_tokenizer(EMBEDDED)
 
 
 def dialogue(value: str, seed: int) -> tuple[list[int], list[int]]:
-    """A prompt that tells where the gold is, then talks of other things, and asks; and the right reply."""
+    """Return a prompt that says where the gold is, then talks of other things and asks, and the right reply."""
     rng = random.Random(seed)
     turns = [Turn(f"The captain hides his gold in {value}.", NOTED, "gold", value)]
     question = Turn("Where is the gold?", f"The gold is in {value}.", "gold", value, is_question=True)
