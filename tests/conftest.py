@@ -24,7 +24,7 @@ from tests.extent import pick
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Until all tests are collected, nearly all objects live to the end.
+# Nearly all objects that are made while tests are collected live until the process ends.
 _THRESHOLD = gc.get_threshold()
 gc.set_threshold(2_000_000)
 

@@ -268,7 +268,7 @@ class SessionStore:
             )
             database.execute(_DOWN + forget, [node_id])
 
-    # The methods below delete.
+    # The methods below delete sessions and nodes.
 
     def delete_branch(self, node: Node) -> list[Node]:
         """Delete a node and all nodes after it, and return them.

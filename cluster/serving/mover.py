@@ -51,7 +51,7 @@ class Mover:
         self._lock = threading.Lock()
         self._hot: dict[bytes, int] = {}
 
-    # The methods below fetch.
+    # The methods below fetch sequences.
 
     def fetch(self, prompt: TokenPrompt, stand: Stand | None) -> int:
         """Bring the longest stored beginning of a prompt into the memory, if the memory does not hold a longer one.
@@ -119,7 +119,7 @@ class Mover:
         self._note(digest)
         return n_tokens
 
-    # The methods below store.
+    # The methods below store sequences.
 
     def pack(self, prompt: TokenPrompt) -> tuple[Stand, Callable[[], None]] | None:
         """Copy the sequence up to the end of a prompt's reply out of the memory.

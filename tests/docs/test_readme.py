@@ -57,7 +57,7 @@ def test_its_lines_of_python_run_in_one_session() -> None:
 
 def test_a_window_costs_what_the_plan_says() -> None:
     """With default options, the cost is a session with a window of 64 less one without a window, in states."""
-    (row,) = re.findall(r"^\| what a 64-token window adds, GPU / CPU \| (.*?) \|", README.read_text(), re.MULTILINE)
+    (row,) = re.findall(r"^\| bytes that a 64-token window adds, .*? \| (.*?) \|", README.read_text(), re.MULTILINE)
     said = [[float(n) for n in pair] for pair in re.findall(r"([\d.]+) / ([\d.]+)", row)]
     configs = ROOT / "tests" / "data" / "configs"
     for name, shown in zip(("nemotron-h-8b", "qwen3-next-80b-a3b", "jamba-1.5-mini"), said, strict=True):

@@ -144,7 +144,7 @@ class SessionRepository:
             resolved.append(item if found is item else {**found, "id": new_id(found["id"].partition("_")[0])})
         return resolved
 
-    # The methods below delete.
+    # The methods below delete what is stored.
 
     async def delete_session(self, session: StoredSession) -> None:
         """Delete a session, and the checkpoints that only it uses."""

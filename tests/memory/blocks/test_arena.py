@@ -193,7 +193,7 @@ def test_a_capacity_is_rounded_down_to_whole_lines() -> None:
     assert Arena(UNIT - 1).allocate(UNIT, from_top=False) is None
 
 
-# The tests below are about checks.
+# The tests below are about `check()`.
 
 
 @pytest.mark.parametrize("references", [[], [0, 0], [0, 1]])
