@@ -400,7 +400,7 @@ class HybridMemory:
         Args:
             model: step -> logits; None in a dry run.
             max_tokens: the most tokens of a step. With policies or storages it counts as at least 512, and requests are
-                cut at multiples of 512 positions: so a text sees the same rows in any company.
+                cut at multiples of 512 positions: so a text sees the same rows whatever else the steps feed.
         Returns:
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:

@@ -167,7 +167,7 @@ class Mover:
     # The methods below are about prefixes that sessions share.
 
     def share(self) -> None:
-        """Store the prefixes that several prompts share and after which they differ, and load those of other replicas.
+        """Store prefixes at whose ends several prompts differ, and load such prefixes from other replicas.
 
         Raises OSError.
         """
