@@ -58,7 +58,8 @@ def write_seeing(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -
     """Write a small Qwen3.5 that sees, with its image processor, and return transformers' model.
 
     Args:
-        placeholder: the token that stands for a row; those behind it stand for videos, and around pictures.
+        placeholder: the token that stands for a row. The three ids after it stand for a row of a video, and for the
+            begin and the end of a picture.
     """
     config = Qwen3_5Config(
         text_config=qwen3_5_config(rope_parameters=SHARES, **text).to_dict(), vision_config=EYES,
