@@ -202,7 +202,7 @@ def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
         generate(model, ids(6), **given(cache), prompt_lookup_num_tokens=4)
 
 
-# The tests below run beside the rest of the library.
+# The tests below use the cache together with the rest of the library.
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, "bailing-hybrid", "deepseek-v2", "deepseek-v3", "kimi-linear"])
