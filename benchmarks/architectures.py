@@ -63,7 +63,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8,
         "ssm_state_size": 128,
     },
-    # transformers names no sizes of the index and none of the n-grams, so these are assumed.
+    # Transformers names no sizes of the index and none of the n-grams, so these are assumed.
     "Qwen4ExpForCausalLM": {
         "indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 128, "indexer_budget": 2048,
         "indexer_compress_ratio": 16, "ple_layer_ids": [2], "eos_token_id": 248_046,

@@ -68,7 +68,7 @@ def _compare(report: Report, text: str, model: LanguageModel, n_vocab: int, samp
             "without again": _engine(model, Speculation()),
             "draft model": _engine(model, Speculation(drafter=_drafter(n_vocab))),
         }
-        if sampling == Sampling():  # Drafts that never pay are known to be slow.
+        if sampling == Sampling():  # Under other samplings it is known that drafting at every step is slow.
             engines["always"] = _engine(model, Speculation(looks_up=True, adapts=False))
         prompts = [[random.Random(i).randrange(10, n_vocab) for _ in range(24)] for i in range(load)]
         ratios, seconds = _ratios(engines, prompts, sampling, rounds)

@@ -115,7 +115,7 @@ class Round:
                 del held[sequence]
                 self.memory.close(sequence)
 
-    # The actions of users
+    # The methods below are the actions of users.
 
     def _open(self) -> None:
         if len(self.live) < _MOST_SEQUENCES:
@@ -223,7 +223,7 @@ class Round:
             with self._timed():
                 self.memory.close(sequence)
 
-    # The conditions that must always hold
+    # The methods below check the conditions that must always hold.
 
     def _replay_one(self) -> None:
         """Feed a token, and compare its logits with those of an empty memory that was fed the same."""

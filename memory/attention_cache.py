@@ -309,7 +309,7 @@ class AttentionCache:
                 self._first_page[slot] = first
         return left
 
-    # Dropping tokens
+    # The methods below drop tokens.
 
     def bytes_to_drop(self, dropped: Dropped) -> int:
         return self.grid.after_drop(dropped, self._oldest_row(dropped.slot))[3] * self.pool.block_bytes
@@ -381,7 +381,7 @@ class AttentionCache:
     def abandon_drop(self, plan: DropPlan) -> None:
         self.pool.release(plan.fresh)
 
-    # Sequences
+    # The methods below open, copy and close sequences.
 
     @property
     def tables(self) -> list[SlotTable]:

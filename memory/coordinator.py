@@ -93,7 +93,7 @@ class Coordinator(Lifetime):
         self.ledger.rebuild((opened.packed.slots for opened in self.open_steps), self.layers.horizon)
         self.swapped.rebuild()
 
-    # Steps
+    # The methods below plan, begin and end steps.
 
     @locked
     def begin(self, step: EnteredStep) -> None:
@@ -188,7 +188,7 @@ class Coordinator(Lifetime):
             self._abort(opened)
         return bool(abandoned)
 
-    # Several steps that count together
+    # The methods below make several steps count together.
 
     @locked
     def begin_run(self, sequences: list[Sequence], block: ReferenceType[Any] | None) -> OpenRun:
@@ -227,7 +227,7 @@ class Coordinator(Lifetime):
                 if not mark.closed:
                     self._close(mark)
 
-    # Handles of sequences
+    # The methods below answer what handles of sequences ask.
 
     def length_of(self, sequence: Sequence) -> int:
         self.mend()
@@ -257,7 +257,7 @@ class Coordinator(Lifetime):
     def html_of(self, sequence: Sequence) -> str:
         return sequence_html(self.inventory(sequence), self.ledger.checkpoints(sequence), self.host_inventory(sequence))
 
-    # Opening, copying and closing
+    # The methods below open, copy and close sequences.
 
     def end(self, why: str, *, keeps: bool = False) -> None:
         """See `Lifetime.end`. In a forked child, the thread that held the lock does not exist and cannot release it."""
@@ -374,7 +374,7 @@ class Coordinator(Lifetime):
             with self.journal.change():
                 self._share(list(moves.values()), list(moves))
 
-    # Going back
+    # The methods below go back.
 
     @locked
     def rollback(self, sequence: Sequence, to: int | Sequence | None, n_tokens: int | None) -> None:
@@ -445,7 +445,7 @@ class Coordinator(Lifetime):
 
             self.room.make(attempt)
 
-    # Looking inside
+    # The methods below look inside.
 
     @locked
     def inventory(self, *sequences: Sequence) -> Inventory:

@@ -133,7 +133,7 @@ class HybridMemory:
     def __exit__(self, *error: object) -> None:
         self._coordinator.close()
 
-    # Sequences
+    # The methods below open, copy and close sequences.
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -221,7 +221,7 @@ class HybridMemory:
         """
         self._coordinator.reorder(moves)
 
-    # Going back
+    # The methods below go back.
 
     def rollback(
         self, sequence: Sequence, *excess: Never, to: int | Sequence | None = None, n_tokens: int | None = None,
@@ -279,7 +279,7 @@ class HybridMemory:
         """
         self._coordinator.drop(sequence, start, end, approximate=approximate)
 
-    # Out of device memory and back
+    # The methods below move sequences out of device memory and back.
 
     def to_host(self, sequence: Sequence) -> None:
         """Offload keys and values of a sequence or a checkpoint to host memory, where attention goes on reading them.
@@ -354,7 +354,7 @@ class HybridMemory:
             loaded = self.archive.load(path, only_first=not family)
             return loaded if family else loaded.sequence
 
-    # Steps
+    # The methods below make steps.
 
     def step(
         self, requests: Requests, *excess: Never, outputs: Rows = "last",
@@ -400,7 +400,7 @@ class HybridMemory:
         Args:
             model: step -> logits; None in a dry run.
             max_tokens: the most tokens of a step. With policies or storages it counts as at least 512, and requests are
-                cut at multiples of 512 positions: so a text sees the same rows in any company.
+                cut at multiples of 512 positions: so a text sees the same rows whatever else the steps feed.
         Returns:
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:
@@ -414,7 +414,7 @@ class HybridMemory:
         del held  # An error that somebody keeps, such as one while a kernel was compiled, would keep it.
         return found
 
-    # Room
+    # The methods below make room.
 
     @property
     def budget(self) -> int:
@@ -451,7 +451,7 @@ class HybridMemory:
         """Return the bytes that closing a sequence or a checkpoint would free. Raises SequenceError."""
         return int(self.counters.private_bytes([sequence])[0])
 
-    # Looking inside
+    # The methods below look inside.
 
     def usage(self) -> Usage:
         """Count the bytes in use by kind, by layers, by part and by sequence.

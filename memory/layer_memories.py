@@ -197,7 +197,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     def least_bytes(self) -> int:
         return sum(memory.least_bytes for memory in self.values())
 
-    # Steps
+    # The methods below plan, begin and end steps.
 
     def begin(self, packed: Packed) -> Plans:
         """Plan and begin a step in all layer memories. If one of them raises CapacityError, nothing has changed."""
@@ -226,7 +226,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             horizons = np.maximum(horizons, memory.horizon_after(packed))
         return horizons
 
-    # Sequences
+    # The methods below open, copy and close sequences.
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
         for table in self._tables:
@@ -292,7 +292,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     def _tables(self) -> list[SlotTable]:
         return [table for memory in self.values() for table in memory.tables]
 
-    # Out of the arena and back
+    # The methods below move blocks out of the arena and back.
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """Return which rows of the blocks of `blocks_of` belong to the slot's tokens."""

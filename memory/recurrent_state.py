@@ -49,7 +49,7 @@ class RecurrentState(TailTable[RecurrentPlan[ReadsT]], Generic[ReadsT]):
         self.reader = reader
         self.recurrences: dict[int, Recurrence] = {}
 
-    # Steps
+    # The methods below plan, begin and end steps.
 
     def plan(self, packed: Packed) -> RecurrentPlan[ReadsT]:
         step = self.plan_blocks(packed)
@@ -99,7 +99,8 @@ class RecurrentState(TailTable[RecurrentPlan[ReadsT]], Generic[ReadsT]):
         if (dtype := self.blocks.dtype) != rows.dtype or rows.device.type != device.type:
             raise StepError(f"rows are {rows.dtype} on {rows.device}; this memory holds {dtype} on {device}")
 
-    # Dropping tokens: states still contain dropped tokens, so a position offset says how far states are ahead
+    # The methods below drop tokens. States still contain dropped tokens, so a position offset says how far states are
+    # ahead.
 
     def plan_drop(self, dropped: Dropped) -> Dropped:
         if not dropped.approximate:

@@ -58,7 +58,7 @@ class AttentionSpec:
         has_bias: True if `Step.attend` is given a bias by distance. That needs every row, so no policy suits it.
         n_chosen: how many rows a query reads at most. An `IndexSpec` of this layer, or of one before, chooses them.
             None: there is no index.
-        span_tokens: how many consecutive rows are chosen together: a span. A query also reads the rows behind the last
+        span_tokens: how many consecutive rows are chosen together: a span. A query also reads the rows after the last
             whole span before it, so up to span_tokens - 1 rows more.
     """
 

@@ -196,7 +196,7 @@ class Step:
             with suppress(SequenceError):  # Its memory is gone, or belongs to another process.
                 self.owner.abort(self._opened)
 
-    # For models
+    # Models call the methods below.
 
     def check_model(self, spec: MemorySpec) -> None:
         """Raise StepError unless this step is open and its memory was made for a model of this spec."""
@@ -340,7 +340,7 @@ class Step:
         rows = self._output_rows if outputs is None else torch.from_numpy(output_rows(packed, outputs))
         return hidden[rows.to(hidden.device)]
 
-    # For recordings (`memory.recorded`)
+    # Recordings (`memory.recorded`) call the methods below.
 
     @property
     def layout(self) -> Hashable | None:
@@ -405,7 +405,7 @@ class Step:
             twin._opened = None  # Only the step itself may commit or abort.
             twin.notes.clear()
 
-    # For callers
+    # Callers use the methods below.
 
     def split(self, logits: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of this step for each request, in the caller's order.

@@ -1,5 +1,6 @@
-"""Shared fixtures.
-Memory under test is poisoned: fresh and freed blocks are NaN, so whatever nobody wrote shows at once.
+"""Holds shared fixtures.
+
+A tested memory is poisoned: fresh and freed blocks are NaN, so a read of unwritten bytes shows.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from hypothesis import HealthCheck, settings
 
 from tests.extent import pick
 
-# Bytecode is kept, also where the environment says that it is not, as in containers. Otherwise each process that tests
-# start compiles every file of the library that it imports; for all files this takes six seconds.
+# Bytecode is kept even where the environment forbids it, as in containers. Otherwise each process that tests start
+# compiles every file of the library that it imports, which takes six seconds for all files.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# Until all tests are collected, nearly all objects live to the end.
+# Nearly all objects that are made while tests are collected live until the process ends.
 _THRESHOLD = gc.get_threshold()
 gc.set_threshold(2_000_000)
 
@@ -40,26 +41,28 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """These models are tiny: a second thread only waits, and on a busy machine it waits for long. Kernels follow torch.
+    """Compute with one thread, because the models are tiny.
 
-    The process that hands tests to workers imports nothing heavy, for they start when it has.
+    A second thread only waits, on a busy machine for long. Kernels use torch's number of threads. The process that
+    hands tests to workers imports nothing heavy, because the workers start after it.
     """
     if not xdist.is_xdist_controller(session):
         import torch
 
         torch.set_num_threads(1)
     if xdist.is_xdist_worker(session):
-        # A worker for each core is there already, so one compiles alone: a helper takes seconds to import torch.
+        # There is already a worker for each core, so each worker compiles alone. A helper would take seconds to import
+        # torch.
         from hybridmem.memory.kernels.cpu import warm_up
 
         sys.modules[warm_up.__module__]._n_cores = lambda: 1  # type: ignore[attr-defined]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that at the end no worker waits long for another.
+    """Let the longest tests begin first, so that in the end no worker waits long for another.
 
-    With a cold cache, one worker compiles numba's kernels while another waits for Triton's interpreter, which needs
-    none of them.
+    With a cold cache, one worker compiles numba's kernels while another runs Triton's interpreter, which needs none of
+    them.
     """
     first = ["test_interpreted.py", "test_notebooks.py"]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
@@ -67,11 +70,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws are the same in every run, also those of requests that name no seed."""
+    """Seed all draws, so that they are the same in every run, even for requests that name no seed."""
     import torch
 
-    # As torch.manual_seed, which formats the stack for each kind of device that is not in use, three milliseconds a
-    # test.
+    # torch.manual_seed would do the same, but it formats the stack for each kind of device that is not in use. That
+    # takes three milliseconds in each test.
     torch.default_generator.manual_seed(0)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(0)
@@ -81,7 +84,7 @@ def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests live to the end, so no garbage collection need visit them."""
+    """Freeze modules and tests, which live to the end, so that garbage collections need not visit them."""
     gc.set_threshold(*_THRESHOLD)
     gc.collect()
     gc.freeze()
@@ -93,7 +96,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(autouse=True)
 def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Garbage is collected after a command as before it: commands freeze what lives, and collect less often.
+    """Restore garbage collection after a command, because commands freeze live objects and collect less often.
 
     In one process with all other tests, what was garbage at that moment would never be freed, memories among it.
     """
@@ -105,9 +108,9 @@ def collected(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def same_handler() -> Iterator[None]:
-    """Nothing that was called holds a Ctrl-C back, or puts an old handler back, when it has returned.
+    """Check that a call neither holds a Ctrl-C back nor restores an old handler once it has returned.
 
-    Where SIGINT was ignored, other libraries may leave Python's own handler.
+    If SIGINT was ignored, other libraries may leave Python's own handler.
     """
     before = signal.getsignal(signal.SIGINT)
     yield

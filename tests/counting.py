@@ -1,4 +1,4 @@
-"""What a piece of Python does, counted: for bounds that hold on any machine, however busy."""
+"""Counts what a piece of Python does, for bounds that hold on any machine, however busy it is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from hybridmem.memory import CapacityError
 
 
 class Calls:
-    """Use as `with Calls() as calls:`; `calls.n` is how often a function, Python's or built in, was called or was left
-    by then.
+    """Counts calls: use it as `with Calls() as calls:`.
+
+    `calls.n` is how often a function, Python's or built in, was called or left so far.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,10 @@ class Calls:
 
 
 class Allocations:
-    """Use as `with Allocations() as allocated:`; `allocated.peak_bytes` is what Python and numpy held at most in it."""
+    """Measures memory: use it as `with Allocations() as allocated:`.
+
+    `allocated.peak_bytes` is the most that Python and numpy held inside of the block.
+    """
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -51,7 +55,10 @@ class Allocations:
 
 @contextmanager
 def refused_by_number(n_tokens: int, most_bytes: int) -> Iterator[pytest.ExceptionInfo[CapacityError]]:
-    """Expect that so many tokens are refused before anybody looks at them: in few calls and less memory than that."""
+    """Expect that so many tokens are refused before anybody looks at them.
+
+    The refusal takes few calls, and less memory than the tokens.
+    """
     match = f"{n_tokens:,} tokens for 1 sequence need .* can never hold them"
     with Allocations() as allocated, Calls() as calls, pytest.raises(CapacityError, match=match) as caught:
         yield caught

@@ -1,7 +1,8 @@
-"""How much is tried of what could be tried without end: places of interrupts, random prompts, examples, parameters.
+"""Says how many of endlessly many cases are tried: places of interrupts, random prompts, examples, parameters.
 
-By default little, so that all tests together take six minutes on two cores. `TESTS=long` tries more; `.ci/run` runs the
-files that import this module once more in this way. `CONFORMANCE=full`, which takes hours, tries that and more.
+By default there are few, so that all tests together take six minutes on two cores. `TESTS=long` tries more; `.ci/run`
+runs the files that import this module once more in this way. `CONFORMANCE=full`, which takes hours, tries these and
+more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Kernels compiled for a Hopper GPU, without one: everything up to machine code, as a launch would."""
+"""Compiles kernels for a Hopper GPU without one: all the way to machine code, as a launch would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARED_BYTES = 227 << 10
 
 @dataclass(frozen=True)
 class Compiled:
-    """What became of a kernel: shared memory of a block, and what its threads keep in memory for want of registers."""
+    """Says what a compiled kernel needs: shared memory of a block, and registers that are spilled to memory."""
 
     name: str
     n_warps: int
@@ -31,7 +31,7 @@ class Compiled:
 
 
 class Recorder:
-    """Compiles instead of launching: put `launch` where a module has its own."""
+    """Compiles instead of launching. Put its `launch` where a module has its own."""
 
     def __init__(self) -> None:
         self.compiled: list[Compiled] = []
@@ -57,7 +57,7 @@ class Recorder:
             signature[name] = (
                 TYPES[arg.dtype] if isinstance(arg, Tensor) else "fp32" if isinstance(arg, float) else "i32"
             )
-            if isinstance(arg, int) and arg == 1:  # A launch does the same.
+            if isinstance(arg, int) and arg == 1:  # Triton does the same when it launches a kernel.
                 signature[name], values[name] = "constexpr", 1
             elif isinstance(arg, Tensor) or (isinstance(arg, int) and arg % 16 == 0):
                 attributes[(i,)] = [["tt.divisibility", 16]]
@@ -71,7 +71,7 @@ class Recorder:
 
 
 def _spilled(cubin: bytes) -> int:
-    """The local memory that a kernel's code asks for, bytes a thread."""
+    """Return the local memory that a kernel's code asks for, in bytes for each thread."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

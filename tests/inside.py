@@ -1,8 +1,9 @@
-"""Looks inside a memory: the one place where tests read what no public name of the library says.
+"""Looks inside a memory. No other place of the tests reads what no public name of the library says.
 
-What is promised about bytes, positions and references is asserted through `usage()`, `counters`, `check()`, handles and
-outputs. Here is the rest: raw bytes, to poison them or to read stored rows; layer memories, to let one fail in the
-middle of a step; columns of the books, to spoil one and see that `check()` finds it; and the checksum of files.
+Promises about bytes, positions and references are tested through `usage()`, `counters`, `check()`, handles and outputs.
+Here is the rest. Some functions return raw bytes, to poison them or to read stored rows. Others return layer memories,
+to let one fail in the middle of a step, or columns of the books, to spoil one and see that `check()` finds it. One
+computes the checksum of files.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""An exception at every bytecode: what runs is traced, and at the chosen place a signal comes.
+"""Raises an exception at every bytecode: what runs is traced, and a signal comes at the chosen place.
 
-The signal is that of Ctrl-C, or of a timer whose handler raises. What another thread raises by
-`PyThreadState_SetAsyncExc` comes at the same places as the latter.
+The signal is that of Ctrl-C, or of a timer whose handler raises. An exception that another thread raises by
+`PyThreadState_SetAsyncExc` comes at the same places as a timer's. A place is a bytecode of the library, the first time
+that it runs.
 
-A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and a
-third of those where functions of chosen files begin and end: there it is that no `try` helps. `TESTS=long` tries three
-times as many, and all where functions begin and end. `INTERRUPTS=all` tries each place of all calls in all set-ups,
-which takes hours. `INTERRUPTS=once` tries each bytecode of an operation in the first call and set-up that runs it: all
-kinds of steps are one operation.
+By default the tests try some places, and a third of those where functions of chosen files begin and end, because no
+`try` protects these. `TESTS=long` tries three times as many, and all where functions begin and end. `INTERRUPTS=all`
+tries each place of all calls in all set-ups, which takes hours. `INTERRUPTS=once` tries each bytecode of an operation
+in the first call and set-up that runs it. All kinds of steps are one operation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRIES_ONCE = os.environ.get("INTERRUPTS") == "once"
 
 
 class TimedOutError(Exception):
-    """What the handler of a timer raises, and another thread."""
+    """The handler of a timer raises this, and so does another thread."""
 
 
 def _time_out(number: int, frame: FrameType | None) -> None:
@@ -48,7 +48,7 @@ HANDLERS: dict[int, Callable[[int, FrameType | None], Any]] = {
 
 
 def by_handlers(values: Iterable[Any]) -> list[tuple[Any, int]]:
-    """Pair each value with each signal that has a handler; by default with one of them, which take turns."""
+    """Pair each value with each signal that has a handler. By default, pair it with one signal, in turn."""
     numbers = list(HANDLERS)
     if IS_LONG or TRIES_ALL:
         return [(value, number) for value in values for number in numbers]
@@ -57,9 +57,11 @@ def by_handlers(values: Iterable[Any]) -> list[tuple[Any, int]]:
 
 @cache
 def _returns(code: CodeType, number: int) -> set[int]:
-    """Find what returns a variable: no handler runs there, because Python runs one at calls and loops.
+    """Find the bytecodes that return a variable.
 
-    With Ctrl-C only after a `del`, on which `uninterrupted_call` builds: elsewhere it is held back.
+    No handler runs there, because Python runs handlers at calls and loops.
+
+    For Ctrl-C, only a return after a `del` counts, on which `uninterrupted_call` relies. Elsewhere Ctrl-C is held back.
     """
     found = {i.offset for i in dis.get_instructions(code) if i.opname == "RETURN_VALUE" and number != signal.SIGINT}
     for a, b, c in zip(*(islice(dis.get_instructions(code), i, None) for i in range(3)), strict=False):
@@ -77,7 +79,7 @@ _TRIED: set[tuple[str, int, Place]] = set()
 
 @dataclass
 class Outcome:
-    """What came of a call: its result, unless the interrupt was raised before there was one; and where it came."""
+    """Holds what came of a call: its result, unless the interrupt came before there was one, and where it came."""
 
     result: Any
     has_returned: bool
@@ -102,7 +104,8 @@ class _Tracer:
             if place not in self.places and place[1] not in _returns(frame.f_code, self._number):
                 self.places[place] = None
                 if place == self._chosen:
-                    sys.settrace(None)  # else a handler would run between bytecodes where Python lets none run
+                    # Otherwise a handler would run between bytecodes where Python itself lets none run.
+                    sys.settrace(None)
                     signal.raise_signal(self._number)
         return self
 
@@ -112,7 +115,7 @@ def interrupted(
 ) -> tuple[Outcome, list[Place]]:
     """Call it, with a signal before the chosen place.
 
-    Python warns of a file that an exception reached between `open` and `with`: it closes such a file when nobody refers
+    If an exception comes between `open` and `with`, Python warns of the file. It closes such a file when nobody refers
     to it any more, which is soon enough here.
     """
     tracer, old = _Tracer(chosen, number), sys.gettrace()
@@ -170,12 +173,12 @@ def try_places(
                 n_tried += 1
                 continue
             _TRIED.add((operation, number, place))
-        for _ in range(2 if TRIES_ALL else 1):  # A memory that has been interrupted before may not come there.
+        for _ in range(2 if TRIES_ALL else 1):  # A memory that has been interrupted before may not reach this place.
             call, verify = attempt()
             outcome, found = interrupted(call, place, number)
             if place in found:
                 break
-        else:  # what has been kept from the calls before, this one need not do
+        else:  # This call need not reach the place, because earlier calls have left what it would compute.
             continue
         n_tried += 1
         try:

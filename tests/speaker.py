@@ -1,5 +1,6 @@
-"""A small hybrid with the vocabulary of the embedded tokenizer: what it says is fast, the same in any batch, and makes
-no sense.
+"""A small hybrid with the vocabulary of the embedded tokenizer.
+
+It is fast, says the same in any batch, and makes no sense.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _STATE = (StateTensor("mean", (8,)), StateTensor("highest", (8,), initial=-3.0))
 
 
 class Speaker:
-    """A layer of attention and a recurrence, over embeddings that are drawn."""
+    """Is a model of one attention layer and one recurrence, over random embeddings."""
 
     def __init__(self, vocab_size: int) -> None:
         self._embedding = torch.randn(vocab_size, 8, generator=torch.Generator().manual_seed(5))

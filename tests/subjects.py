@@ -1,4 +1,4 @@
-"""The models that every promise is tested on, and the oracle: a sequence that never saw what was dropped."""
+"""Holds the models on which every promise is tested, and the oracle: a sequence that never saw the removed tokens."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ if IS_FULL or os.environ.get("CONFORMANCE") == "kinds":
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, how its memories fold, and whether equal steps must give equal bits after a replay."""
+    """Holds a model, how its memories fold, and whether equal steps must give equal bits after a replay."""
 
     name: str
     fold: Literal["keep", "replay", "defer"]
@@ -113,7 +113,7 @@ class Subject:
 
     @property
     def reaches_everything(self) -> bool:
-        """Whether any position can be returned to: where attention alone remembers, and sees everything."""
+        """True if a rollback reaches every position: only attention remembers, and it sees everything."""
         attention = [memory for layer in self.spec.layers for memory in layer if isinstance(memory, AttentionSpec)]
         forgets = any(
             m.window is not None or isinstance(m.policy, EvictionPolicy) or m.storage is not None for m in attention
@@ -122,12 +122,12 @@ class Subject:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether old rows are not what they were: then outputs depend on how the tokens were cut into steps."""
+        """True if old rows are dropped or rounded. Then outputs depend on how tokens were split into steps."""
         return self.storage is not None or (isinstance(self.policy, EvictionPolicy) and self.policy.budget_tokens < 512)
 
     @property
     def page_tokens(self) -> int:
-        """The usual number, or what divides the small groups of the storages above and suits a budget of few pages."""
+        """Return the usual page size, or one that suits small budgets and divides the small groups of storages."""
         return 16 if self.storage is None and not isinstance(self.policy, Quest) else 4
 
     def memory(
@@ -141,7 +141,7 @@ class Subject:
         return torch.randint(0, self.model.memory_spec.vocab_size, (n_tokens,), generator=generator).tolist()
 
     def feed(self, memory: HybridMemory, sequence: Sequence, steps: Iterable[list[int]]) -> Tensor:
-        """Feed steps one after the other; the logits of all tokens, (n, vocab)."""
+        """Feed steps one after the other. Return the logits of all tokens, (n, vocab)."""
         logits = []
         for tokens in steps:
             with memory.step({sequence: tokens}, outputs="all") as step:
@@ -155,8 +155,9 @@ class Subject:
         return feed_together(self.model, memory, requests)
 
     def fresh(self, steps: list[list[int]], rollback_window: int = 8) -> Tensor:
-        """Logits of a sequence in a memory of its own that saw only these steps; computed once, as many tests ask for
-        the same ones.
+        """Return logits of a sequence that saw only these steps, in a memory of its own.
+
+        They are computed once, because many tests ask for the same ones.
         """
         asked = repr((steps, rollback_window))
         if asked not in self._oracles:
@@ -165,13 +166,14 @@ class Subject:
         return self._oracles[asked].clone()
 
     def cut(self, steps: list[list[int]]) -> list[list[int]]:
-        """All tokens at once, where how they are cut into steps makes no difference: a step sees a body as it was
-        before.
+        """Return all tokens as one step if the split into steps makes no difference.
+
+        It makes a difference where a step sees a body as it was before the step.
         """
         return steps if self.is_lossy else [[token for tokens in steps for token in tokens]]
 
     def assert_same(self, actual: Tensor, expected: Tensor, *, bits: bool = False) -> None:
-        """Equal bits where `bits` is asked for and the model can promise it, else equal to rounding."""
+        """Assert equal bits if `bits` is set and the model can promise that, and equality up to rounding otherwise."""
         assert actual.shape == expected.shape
         assert torch.isfinite(actual).all(), "memory that nobody wrote was read"
         if bits and self.is_exact:
@@ -185,7 +187,10 @@ class Subject:
 def feed_together(
     model: LanguageModel, memory: HybridMemory, requests: Mapping[Sequence, StepsOf[list[int]]]
 ) -> dict[Sequence, Tensor]:
-    """Feed several sequences, the n-th steps of all of them in one; the logits of each one's tokens."""
+    """Feed several sequences. The n-th step feeds the n-th part of each.
+
+    Return the logits of the tokens of each sequence.
+    """
     logits: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in requests}
     for n in range(max(map(len, requests.values()), default=0)):
         chosen = {sequence: steps[n] for sequence, steps in requests.items() if n < len(steps)}
@@ -228,7 +233,7 @@ def make_subject(name: str, folder: Path, device: torch.device = HOST, dtype: to
 
 
 def write_checkpoint(name: str, folder: Path) -> None:
-    """A small random checkpoint, its weights enlarged until states matter."""
+    """Write a small random checkpoint, with weights so large that states matter."""
     if name == "jamba":
         config = JambaConfig(
             vocab_size=53, hidden_size=24, intermediate_size=32, num_hidden_layers=4, num_attention_heads=6,

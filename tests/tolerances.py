@@ -1,4 +1,4 @@
-"""How far results may be apart: the only place where tests of numbers say so."""
+"""Says how far results may be apart. No other file of the tests does."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOLERANCE = {
 
 
 def assert_kernel_close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """Not a NaN, and as close as two kernels must be."""
+    """Assert that there is no NaN, and that results are as close as two kernels must be."""
     assert actual.shape == expected.shape
     scale = max(1.0, float(expected.abs().max()))
     worst = float((actual.float() - expected.float()).abs().max())
@@ -43,7 +43,7 @@ def assert_kernel_close(actual: Tensor, expected: Tensor, dtype: torch.dtype = t
 
 
 def assert_logits_close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """As close as a model in `dtype` must be to transformers in float32."""
+    """Assert that logits are as close as a model in `dtype` must be to transformers in float32."""
     assert actual.shape == expected.shape
     delta, std = actual.float() - expected, float(expected.std())
     worst, rms = float(delta.abs().max()), float(delta.square().mean().sqrt())
@@ -52,7 +52,7 @@ def assert_logits_close(actual: Tensor, expected: Tensor, dtype: torch.dtype = t
 
 
 def assert_split_close(actual: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> None:
-    """As close as the same tokens must be when they are fed in other steps."""
+    """Assert that logits are as close as the same tokens must be when they are fed in other steps."""
     assert actual.shape == expected.shape
     worst, spread = float((actual - expected).abs().max()), float(expected.max() - expected.min())
     assert worst <= TOLERANCE[dtype].split * spread, f"off by {worst}, the logits spread over {spread}"

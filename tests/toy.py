@@ -1,4 +1,4 @@
-"""The tiny models of `memory.testing`, by the name that tests know them by."""
+"""Names the tiny models of `memory.testing` as tests know them."""
 
 from hybridmem.memory.testing.toys import HOST, N_MODEL, VOCAB, FamilyToy, Toy, average, delta, moved, project
 

@@ -1,4 +1,4 @@
-"""Tables of wrong calls: what each must say, and that nothing has changed afterwards."""
+"""Holds tables of wrong calls, with what each error must say. Nothing may have changed afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = tuple[str, str, str]
 
 
 def verdict(row: Row, names: dict[str, Any]) -> str:
-    """What came of a wrong call: "good", "accepted", "bare ...", or "wrong remedy ..."."""
+    """Return what came of a wrong call: "good", "accepted", "bare ...", or "wrong remedy ..."."""
     code, value, remedy = row
     try:
         exec(code, dict(names))
@@ -25,7 +25,7 @@ def verdict(row: Row, names: dict[str, Any]) -> str:
 
 
 def assert_refused(rows: Iterable[Row], names: dict[str, Any], memories: Iterable[HybridMemory] = ()) -> None:
-    """Every row raises an error of the library that says both words, and leaves all memories as they were."""
+    """Assert that every row raises an error of the library that says both words, and changes no memory."""
     kept = [(memory, picture_of(memory)) for memory in memories]
     found: list[str] = []
     for row in rows:
@@ -38,7 +38,7 @@ def assert_refused(rows: Iterable[Row], names: dict[str, Any], memories: Iterabl
 
 
 def picture_of(memory: HybridMemory) -> Callable[[], tuple[Any, ...]]:
-    """What a wrong call must leave as it is: bytes by place, and the length of each open sequence."""
+    """Return what a wrong call must not change: bytes by place, and the length of each open sequence."""
     usage = memory.usage()
     held = (
         dict(usage.held),

@@ -233,8 +233,8 @@ def _config_of(rows: tuple[Option, ...], name: str) -> inspect.Parameter:
         return path
 
     info = typer.Option(
-        help=f"TOML file with values of the options here; {ENVIRONMENT}NAME in the environment goes before it, and "
-        "the command line before both",
+        help=f"Read options from this TOML file. {ENVIRONMENT}NAME in the environment takes precedence over the file, "
+        "and the command line over both.",
         envvar=ENVIRONMENT + "CONFIG",
         show_envvar=False,
         metavar="FILE",

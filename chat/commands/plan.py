@@ -61,13 +61,13 @@ def plan(
     ] = "auto",
     draft_model: Annotated[
         str | None,
-        Option(help="A smaller model drafts, whose weights and memory share the budget.", show_default=False),
+        Option(help="Draft with this smaller model. Its weights and memory share the budget.", show_default=False),
     ] = None,
     draft_head: Annotated[
         str,
         Option(
-            help="Layers that read the model's hidden states draft, whose weights and memory share the budget: auto "
-            "takes those of the checkpoint, if it has any; or name a folder."
+            help="Draft with layers that read the model's hidden states: auto takes those of the checkpoint, if it has "
+            "any; or name a folder. Their weights and memory share the budget."
         ),
     ] = "none",
     is_json: Annotated[bool, Option("--json", help="Print JSON.")] = False,

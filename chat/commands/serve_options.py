@@ -17,8 +17,8 @@ SERVE: tuple[Option, ...] = (
     Option("weights", "text", "auto",
            "auto keeps the bits of the files, dense makes floats in --dtype; int8, int8-row or int4 round (CPU only)."),
     Option("reproducible", "flag", False,
-           "Give a text the same logits, bit for bit, however it was reached: alone or in company, with a kept prefix "
-           "or without (CPU only)."),
+           "Give a text the same logits, bit for bit, however it was reached: alone or beside others, with or without "
+           "a kept prefix (CPU only)."),
     Option("threads", "whole", None,
            "The model uses this many threads on the CPU. By default, it uses as few as are hardly slower than "
            "more.", least=1),
@@ -39,7 +39,7 @@ SERVE: tuple[Option, ...] = (
            "default is 0, and 8GiB with --sessions."),
     Option("prefixes", "text", None, "Keep prompts and replies in this folder or URL across restarts."),
     Option("save_every", "number", None,
-           "Write the folder of --prefixes after every so many seconds. By default, it is written when the "
+           "Write the folder of --prefixes at this interval, in seconds. By default, it is written when the "
            "server stops.", "server.save_seconds", least=1),
     Option("sessions", "text", None,
            "Keep stored responses and their checkpoints in this folder across restarts.", "server"),
@@ -78,7 +78,7 @@ SERVE: tuple[Option, ...] = (
     Option("parse_special", "flag", False,
            "Let messages hold special tokens, so that clients can write turns.", "server"),
     Option("isolate", "flag", False,
-           "Requests reuse the prompts of those alone that name the same prompt_cache_key and user. By default, all "
+           "A request reuses only prompts of requests with the same prompt_cache_key and user. By default, all "
            "requests with one API key and cache_salt share them.", "server"),
     # These options are limits.
     Option("max_body", "bytes", "1MiB", "A request's body may have this many bytes.", "server.max_body_bytes"),

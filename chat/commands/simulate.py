@@ -38,14 +38,14 @@ MessageTokens = Annotated[
 ]
 HostBudget = Annotated[str | None, Option(help="Swap out this many bytes to host memory; more goes to --swap-dir.")]
 SwapDir = Annotated[Path | None, Option(help="Swap out to this folder what exceeds --host-budget, or everything.")]
-GridTokens = Annotated[int, Option(min=0, help="New prompts leave a checkpoint after each so many tokens; 0: none.")]
+GridTokens = Annotated[int, Option(min=0, help="New prompts leave checkpoints this many tokens apart; 0: none.")]
 MaxRunning = Annotated[
     int | None, Option(min=1, help="One step feeds at most this many replies: 64, or 512 in dry runs.")
 ]
 StepTokens = Annotated[
     int | None, Option(min=2, help="One step feeds about this many tokens: 256, or 4096 in dry runs.")
 ]
-Speed = Annotated[str, Option(help='Run so many times faster than the wall clock. "max" uses a virtual clock.')]
+Speed = Annotated[str, Option(help='Run this many times faster than the wall clock. "max" uses a virtual clock.')]
 IsDry = Annotated[bool, Option("--dry", help="Run all bookkeeping on device=meta, without a model.")]
 Fleet = Annotated[
     int | None, Option(min=1, help="Simulate this many replicas under --users sessions, with each router.")

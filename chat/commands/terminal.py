@@ -193,7 +193,7 @@ class Terminal:
                 self._console.print()
                 return
 
-    # Commands that talk to the model.
+    # The methods below are the commands that talk to the model.
 
     def _show(self, call: Callable[[Callable[[str], None]], Turn]) -> None:
         """Print a reply while it grows. Ctrl-C ends it, and the session returns to where it was before the message."""
@@ -240,7 +240,7 @@ class Terminal:
             sampling = replace(sampling, seed=sampling.seed + self._n_regenerated)
         self._show(lambda hear: self.session.regenerate(sampling=sampling, on_text=hear))
 
-    # Commands for branches.
+    # The methods below are the commands for branches.
 
     def _branch(self, name: str) -> None:
         name = name or self._free_name()
@@ -266,7 +266,7 @@ class Terminal:
         self.current = name
         self._notes.print(Text(f"this is {name}", style="dim"))
 
-    # Commands that show or save the conversation.
+    # The methods below are the commands that show or save the conversation.
 
     def _history(self, rest: str) -> None:
         n_user = 0

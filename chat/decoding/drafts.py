@@ -120,7 +120,7 @@ def check_counts(**counts: int) -> None:
         read_count(name, value, 1)
 
 
-# Drafts from the text.
+# What follows takes drafts from the text.
 
 
 @dataclass
@@ -192,7 +192,7 @@ class PromptLookup:
         self._indices.pop(sequence, None)
 
 
-# Drafts from a smaller model.
+# What follows takes drafts from a smaller model.
 
 
 @dataclass

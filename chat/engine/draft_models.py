@@ -211,7 +211,7 @@ class ModelDrafter:
         self._left_out.add(longest)
         return {job: n for job, n in wanted.items() if job is not longest}
 
-    # The text of a job
+    # The methods below read the text of a job, and follow it.
 
     def _follow(self, job: Job, wanted: Mapping[Job, int]) -> Follower | None:
         """Return the sequence that follows a job. None: a later draft forks it from the sequence of another choice."""
@@ -280,7 +280,7 @@ class ModelDrafter:
             return job.tokens[start - job.n_base :]
         return [*follower.base[start:], *job.tokens]
 
-    # The steps of a draft
+    # The methods below make the steps of a draft.
 
     def _draft(self, wanted: Mapping[Job, int]) -> Drafts:
         feeds, left = dict[Job, list[int]](), self._step_tokens

@@ -192,7 +192,7 @@ class Drafting:
         every = _COMPARED_EVERY if self._n_drafted_steps >= 3 * _COMPARED_EVERY else _COMPARED_AT_FIRST
         return self._n_drafted_steps % every == 0
 
-    # Drafts of the texts
+    # The methods below take drafts from the texts.
 
     def _look_up(self, turn: _Turn) -> Drafts:
         if self._rest > 0:
@@ -290,7 +290,7 @@ class Drafting:
         n_drafted = sum(map(len, drafts.values()))
         return n_drafted, sum(self._texts.expected(job, len(draft)) for job, draft in drafts.items())
 
-    # Drafts of a model
+    # The methods below take drafts from a model.
 
     def _add_model(self, turn: _Turn, looked_up: Drafts, drafter: JobDrafter) -> _Proposal:
         """Return the drafts of a step: those of the texts, and the drafter's for other jobs, if these pay."""
@@ -374,7 +374,7 @@ class Drafting:
         n_left = min(job.request.max_tokens - n_said, max(_LEAST_REPLY, n_said))
         return n_left * saved >= self._pace.model.of(n_behind)
 
-    # What became of the drafts
+    # The methods below record what became of the drafts.
 
     def note(self, plan: Plan, drafts: Drafts, seconds: float) -> float:
         """Record how many seconds a step took, with the time in which its drafts were made.

@@ -151,7 +151,7 @@ class Engine:
         self._finished: list[Generation] = []
         self._n_possible = 0
 
-    # Methods for requests.
+    # The methods below take and answer requests.
 
     def submit(
         self,
@@ -308,7 +308,7 @@ class Engine:
         """
         return self._scheduler.waiting_sequences()
 
-    # Methods that work beside an event loop.
+    # The methods below work beside an event loop.
 
     def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
         """Return the text of a reply, piece by piece; arguments and errors as `submit`. See `Serving.stream`."""
@@ -322,7 +322,7 @@ class Engine:
         """
         await self._serving.serve()
 
-    # Methods that make steps.
+    # The methods below make steps.
 
     def step(self) -> list[Generation]:
         """Make one step of the model, over all generations that have tokens to be fed.
@@ -355,7 +355,7 @@ class Engine:
         while not self.is_idle:
             self.step()
 
-    # Methods that work between two steps.
+    # The methods below work between two steps.
 
     def _settle(self) -> None:
         """Release ended generations, fill the prefix cache and call the callbacks."""

@@ -3,7 +3,7 @@
 The head's memory has a sequence for each job that drafts. Its token i is the text's token i + 1, which was fed beside
 the hidden state of position i (`models.draft_heads.interface`). So what the head remembers is a function of the text,
 and what is wrong in it is found by comparing tokens, as for a draft model. Hidden states cannot be computed again
-without the model: where those of a prefix are missing, the head's sequence begins behind them. Its drafts may be worse
+without the model: where those of a prefix are missing, the head's sequence begins after them. Its drafts may be worse
 then, and replies stay the same.
 """
 
@@ -77,7 +77,7 @@ class HeadDrafter(ModelDrafter):
         # Without the hidden state of the last position, there is no pair from which to draft.
         return super().draft({job: n for job, n in wanted.items() if self._rows_of(job) is not None})
 
-    # Hidden states
+    # The methods below hold hidden states.
 
     def _hold(self, step: Step, rows_TR: Tensor) -> None:
         """Hold the hidden states of an open step, in the caller's order, and feed the oldest if too many are held.
@@ -130,7 +130,7 @@ class HeadDrafter(ModelDrafter):
                 assert follower is not None, "no other job is wanted"
                 tokens = self._pairs(job, follower, rows, n_pairs)
             except CapacityError:
-                continue  # These pairs are lost. The head's sequence begins behind them.
+                continue  # These pairs are lost. The head's sequence begins after them.
             if tokens and max(tokens) < self._vocab_size:
                 guesses[job] = Guess(0, None, next_ids=tokens)
         if not guesses:
@@ -142,7 +142,7 @@ class HeadDrafter(ModelDrafter):
         for job, guess in guesses.items():
             self._followers[job].n_settled += len(guess.next_ids)
 
-    # Sequences of the head
+    # The methods below open and advance the sequences of the head.
 
     def _open(self, job: Job, base: list[int]) -> Follower:
         """Open a sequence that begins where hidden states are held, or after a cached prefix of the text."""

@@ -84,7 +84,9 @@ def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Ma
 
 
 def _parents(drafts: Mapping[Job, list[int]]) -> dict[Sequence, list[int]] | None:
-    """Return the parents of the tokens that are fed where drafts are trees: the newest token of the text is the root.
+    """Return the parents of the tokens of a step in which some drafts are trees.
+
+    The newest token of a text is the root.
 
     None if all drafts are chains. Such steps may be replayed.
     """

@@ -101,7 +101,7 @@ def plan_peers(model: Model, budget_bytes: int, context_tokens: int, window_toke
     return tuple(engine(model, budget_bytes, context_tokens, window_tokens) for engine in engines)
 
 
-# The formulas of llama.cpp.
+# The functions below are the formulas of llama.cpp.
 
 _LLAMA_SOURCES = (
     "llama.cpp, August 2026: src/llama-memory-recurrent.cpp (states in F32, a row for each sequence and for each token "
@@ -144,7 +144,7 @@ def llama_cpp(model: Model, budget_bytes: int, context_tokens: int, window_token
     return _plan("llama.cpp", _LLAMA_SOURCES, notes, budget_bytes, session_bytes, window_bytes)
 
 
-# The formulas of vLLM.
+# The functions below are the formulas of vLLM.
 
 _VLLM_SOURCES = (
     "vLLM 0.33: vllm/platforms/interface.py (_align_hybrid_block_size), vllm/v1/core/kv_cache_utils.py "
@@ -195,7 +195,7 @@ def vllm(model: Model, budget_bytes: int, context_tokens: int, window_tokens: in
     return _plan("vLLM", _VLLM_SOURCES, notes, budget_bytes // block_bytes * block_bytes, *sessions)
 
 
-# The formulas of SGLang.
+# The functions below are the formulas of SGLang.
 
 _SGLANG_SOURCES = (
     "SGLang 0.5.23: srt/mem_cache/memory_pool.py (HybridReqToTokenPool, MambaPool.SpeculativeState), "

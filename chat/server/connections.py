@@ -188,7 +188,7 @@ class Connection(H11Protocol):
             return False
         return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
-    # Methods that asyncio calls.
+    # asyncio calls the methods below.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -224,7 +224,7 @@ class Connection(H11Protocol):
         if not self.transport.is_closing() and self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
             self._end_after_answer()
 
-    # Methods for heads.
+    # The methods below read heads.
 
     def _receive_head(self, data: bytes) -> None:
         if self._head_timer is None:  # These are the first bytes after an earlier request.
@@ -285,7 +285,7 @@ class Connection(H11Protocol):
         self.cycle.keep_alive = False
         self.flow.resume_reading()  # Without this, a disconnect would not be noticed.
 
-    # Methods that uvicorn calls.
+    # uvicorn calls the methods below.
 
     def send_400_response(self, msg: str) -> None:
         self.refuse(ApiError(400, "This is not valid HTTP.", code="malformed_http"))

@@ -244,7 +244,7 @@ class Guard:
             if exchange.status == 0:
                 await respond_with(answer, exchange.path)(scope, incoming.receive, send)
 
-    # Methods for bodies.
+    # The methods below read bodies.
 
     async def _take_body(self, headers: Headers, scope: Scope, incoming: Incoming) -> bytes:
         """Read the body, or skip it at paths that take none.

@@ -56,7 +56,7 @@ class Metrics:
         )
         ours = [metric for metric in vars(self).values() if isinstance(metric, Counter | Histogram)]
         self.registry.register(BothNames([*ours, _EngineCollector(engine)], model))
-        # Among other numbers, this shows the resident memory of the process, which the budget does not count.
+        # These numbers include the resident memory of the process, which the budget does not count.
         self.process = ProcessMetrics(self.registry)
 
     def _counter(self, name: str, what: str, *labels: str) -> Counter:

@@ -94,7 +94,7 @@ class Service:
             tokenizer, self.context_tokens, max(1, options.max_requests // 2), self.shaping.habits.write_calls
         )  # fmt: skip
 
-    # Methods that run from the server's start to its end.
+    # The methods below run from the server's start to its end.
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
@@ -154,7 +154,7 @@ class Service:
         for replies in self._live:
             replies.cancel()
 
-    # Methods for endpoints.
+    # The methods below answer endpoints.
 
     async def health(self) -> Response:
         return JSONResponse({"status": "ok"}) if self.is_open else stopping().response()
@@ -200,7 +200,7 @@ class Service:
         )
         return await self.reply(exchange_of(request.scope), prompts, style, _writer(asked, style))
 
-    # Methods that endpoints use.
+    # Endpoints use the methods below.
 
     def _model(self, name: str) -> dict[str, Any]:
         about = {"id": name, "object": "model", "created": self._created, "owned_by": "hybrid-memory"}

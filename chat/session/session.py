@@ -111,7 +111,7 @@ class ChatSession:
         # This raises now if the template cannot be used at all.
         self._encode([*self._messages, Utterance("user", "?")])
 
-    # Methods that talk to the model.
+    # The methods below talk to the model.
 
     @property
     def messages(self) -> tuple[Utterance, ...]:
@@ -250,7 +250,7 @@ class ChatSession:
         """Return the other open sessions that grew from the same conversation, the oldest first."""
         return self._tree.others(self)
 
-    # Methods that swap, save and close.
+    # The methods below swap, save and close.
 
     def sleep(self) -> None:
         """Swap the session's memory out, to host memory or files. The next call swaps it in.
@@ -336,7 +336,7 @@ class ChatSession:
         state = "closed" if self._is_closed else "nothing computed yet" if live is None else repr(live)
         return f"<ChatSession of {len(self._messages)} messages: {state}>"
 
-    # Methods that make a reply.
+    # The methods below make a reply.
 
     def _reply_to(
         self, why: str, n_kept: int, new: list[Utterance], max_tokens: int | None, sampling: Sampling | None,

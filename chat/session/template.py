@@ -219,7 +219,7 @@ class _Filler:
                 if not sequence.closed:
                     self.engine.memory.close(sequence)
 
-    # Methods for common prefixes.
+    # The methods below find common prefixes.
 
     def share(self) -> None:
         """Feed common prefixes once, and give each job a fork.
@@ -286,7 +286,7 @@ class _Filler:
                 raise generation.error
         self.running.clear()
 
-    # Methods that fill hole by hole.
+    # The methods below fill hole by hole.
 
     def run(self) -> None:
         """Fill hole after hole. A job that has filled a hole goes on to the next, without waiting for other jobs."""
@@ -336,7 +336,7 @@ class _Filler:
             ids = ids[:-1]
         job.put(generation.text, _tokens_of(job, generation.text, ids), str(generation.finish_reason))
 
-    # Methods for choices.
+    # The methods below are about choices.
 
     def _choose(self, jobs: list[_Job]) -> None:
         """Fill the holes of these jobs, each with the most likely of its choices."""

@@ -118,7 +118,7 @@ class Simulation:
     def n_generating(self) -> int:
         return len(self._speaking)
 
-    # Methods that let time pass.
+    # The methods below let time pass.
 
     def run(self, on_step: Callable[[Simulation], None] = lambda simulation: None) -> Report:
         """Play all events, check the memory, and close everything.
@@ -192,7 +192,7 @@ class Simulation:
         self._n_scheduled += 1
         heapq.heappush(self._due, (user.events[0][1].at, self._n_scheduled, user))
 
-    # Methods for events.
+    # The methods below are about events.
 
     def _arrive(self) -> None:
         family = self._next_family
@@ -302,7 +302,7 @@ class Simulation:
         self.n_users -= 1
         self._room.leave(user)
 
-    # Methods for samples.
+    # The methods below take samples.
 
     def _sample(self) -> None:
         counters, stats, load = self.memory.counters, self.engine.stats, self.engine.load

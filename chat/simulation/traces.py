@@ -74,7 +74,7 @@ class _FieldError(Exception):
         super().__init__(f"field {field!r} is {value!r}; {remedy}")
 
 
-# Functions for lines.
+# The functions below are about single lines.
 
 
 def _is_text(value: object) -> bool:
@@ -165,7 +165,7 @@ def _check_needed(action: str, fields: dict[str, Any]) -> None:
         raise _FieldError("n_tokens", fields["n_tokens"], "give the opening that it makes up as well")
 
 
-# Functions for users.
+# The classes and functions below are about users.
 
 
 @dataclass

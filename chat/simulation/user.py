@@ -100,7 +100,7 @@ class Room:
         self._script = script
         memory.add_reclaimer(self.make_room)
 
-    # Methods for what users do.
+    # The methods below do what users do.
 
     def say(self, user: SimulatedUser, event: Event, index: int) -> Generation:
         start = user.length if user.said else 0
@@ -155,7 +155,7 @@ class Room:
             self.memory.close(user.sequence)
         user.sequence = None
 
-    # Methods that continue a sequence.
+    # The methods below continue a sequence.
 
     def _ids_of(self, user: SimulatedUser, event: Event) -> list[int]:
         return self.words.later(user.messages, event) if user.said else self.words.first(user.arrival, event)
@@ -218,7 +218,7 @@ class Room:
     def _tokens_of(self, user: SimulatedUser) -> list[int]:
         return user.tokens if user.sequence is None else user.sequence.tokens.tolist()
 
-    # Methods that make room.
+    # The methods below make room.
 
     def _swap_out(self, user: SimulatedUser) -> bool:
         """Swap a silent user out. If there is no room outside of the budget either, close the sequence."""

@@ -53,7 +53,7 @@ def _render(tokenizer: Any, messages: list[Message], options: dict[str, Any]) ->
         return render_with_lists(tokenizer, messages, options)
 
 
-# The forms of messages that some templates want.
+# The functions below write messages in the forms that some templates want.
 
 
 def _as_they_are(message: Message) -> Message:
@@ -129,7 +129,7 @@ def _find_form(tokenizer: Any) -> Form:
     return _as_they_are
 
 
-# These functions read a template: its source, and the tokens that it writes.
+# The functions below read a template: its source, and the tokens that it writes.
 
 
 def template_text(tokenizer: Any) -> str:

@@ -132,7 +132,7 @@ class SessionStore:
         with _finding_damage():
             return self._database.execute(query, values).fetchall()
 
-    # Methods for sessions.
+    # The methods below are about sessions.
 
     def session(self, owner: bytes, session_id: str) -> StoredSession | None:
         """Return a session of this owner, or None."""
@@ -186,7 +186,7 @@ class SessionStore:
         with self._changing() as database:
             database.execute("DELETE FROM sessions WHERE id = ?", [session_id])
 
-    # Methods for nodes.
+    # The methods below are about nodes.
 
     def node(self, owner: bytes, node_id: str) -> Node | None:
         """Return a node of this owner, or None."""
@@ -268,7 +268,7 @@ class SessionStore:
             )
             database.execute(_DOWN + forget, [node_id])
 
-    # Methods that delete.
+    # The methods below delete sessions and nodes.
 
     def delete_branch(self, node: Node) -> list[Node]:
         """Delete a node and all nodes after it, and return them.

@@ -193,7 +193,7 @@ class Keeper:
             with self.health.asking():
                 self._leases.release(lease)
 
-    # Methods that work in threads.
+    # Threads run the methods below.
 
     async def _move(self, work: Callable[..., T], *arguments: Any) -> T:
         return await self._moving.run(work, *arguments, seconds=None)

@@ -51,7 +51,7 @@ class Mover:
         self._lock = threading.Lock()
         self._hot: dict[bytes, int] = {}
 
-    # Methods that fetch.
+    # The methods below fetch sequences.
 
     def fetch(self, prompt: TokenPrompt, stand: Stand | None) -> int:
         """Bring the longest stored beginning of a prompt into the memory, if the memory does not hold a longer one.
@@ -119,7 +119,7 @@ class Mover:
         self._note(digest)
         return n_tokens
 
-    # Methods that store.
+    # The methods below store sequences.
 
     def pack(self, prompt: TokenPrompt) -> tuple[Stand, Callable[[], None]] | None:
         """Copy the sequence up to the end of a prompt's reply out of the memory.
@@ -164,10 +164,10 @@ class Mover:
             while len(self._stored) > _MOST_KNOWN:
                 del self._stored[next(iter(self._stored))]
 
-    # Methods for prefixes that sessions share.
+    # The methods below are about prefixes that sessions share.
 
     def share(self) -> None:
-        """Store the prefixes that several prompts share and after which they differ, and load those of other replicas.
+        """Store prefixes at whose ends several prompts differ, and load such prefixes from other replicas.
 
         Raises OSError.
         """

@@ -133,7 +133,7 @@ class CrossAttentionCache:
     def _place(self, array: Int64s) -> Prepared:
         return self._kernels.prepare(self._store.upload(array))
 
-    # Steps
+    # The methods below plan, begin and end steps.
 
     def plan(self, packed: Packed) -> CrossPlan:
         slots = packed.slots.tolist()  # Every slot has pages, because it was opened with its encoder's output.
@@ -163,7 +163,7 @@ class CrossAttentionCache:
     def commit(self, plan: CrossPlan, kept: Int64s) -> None:
         """Do nothing, because a step changes no encoder rows."""
 
-    # Sequences
+    # The methods below open, copy and close sequences.
 
     def plan_drop(self, dropped: Dropped) -> None:
         """Do nothing, because encoder rows stay when tokens are dropped."""

@@ -9,9 +9,9 @@ the query and the keys up to it. So attention and index never have to agree abou
      attention:  n_chosen rows are read, one by one, wherever they are
 
 Spans of several rows may have one key, and are chosen together (`memory.attention.span_keys`). A query always reads the
-rows behind the last whole span before it.
+rows after the last whole span before it.
 
-A request that has at most `n_chosen` rows, not counting those behind its last whole span, reads them all. Then nothing
+A request that has at most `n_chosen` rows, not counting those after its last whole span, reads them all. Then nothing
 is scored, and rows are read as by dense attention. That is decided for each request alone, so that its bits do not
 depend on others.
 """

@@ -86,7 +86,7 @@ class KeptRows:
         self.ring_rows = ceil_div(rollback_window, policy.every) * policy.every
         self.body_rows = policy.budget_tokens + self.ring_rows
 
-    # Which rows are where: computed from fold points alone
+    # The methods below say which rows are where. They compute it from fold points alone.
 
     def n_kept(self, fold_point: int) -> int:
         """Return how many of the rows before a fold point each head keeps."""
@@ -115,7 +115,7 @@ class KeptRows:
             live[places] = True
         return live
 
-    # Tensors
+    # The methods below read and write tensors.
 
     def states_of(self, spec: AttentionSpec) -> tuple[StateTensor, ...]:
         """Return the tensors of a body: rows, their positions and scores."""
@@ -169,7 +169,7 @@ class KeptRows:
             rows.between(own.start, own.stop).fill_(evicted.between(n_written, n_written + n_rows))
             n_written += n_rows
 
-    # Folding
+    # The methods below fold rows.
 
     def encoded(self, rows_GRD: Sequence[Tensor]) -> Parts:
         """Return keys, and values if there are any, (G, R, D) each, in the form in which a body holds them."""

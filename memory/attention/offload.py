@@ -99,7 +99,7 @@ class HostedAttention:
         """Return (4, N) bytes on the device, as `LayerMemory.bytes_for` does. Sequences in host memory take none."""
         return np.where(self._are_far(stretch.slots), 0, self.near.bytes_for(stretch))
 
-    # Where sequences are
+    # The methods below say where sequences are, and move them.
 
     def is_far(self, slot: int) -> bool:
         """True if the slot's pages are in host memory."""
@@ -126,7 +126,7 @@ class HostedAttention:
             if own.any():
                 yield memory, store, own.nonzero()[0]
 
-    # Steps
+    # The methods below plan, begin and end steps.
 
     def plan(self, packed: Packed) -> HostedPlan:
         parts = list[PartPlan]()
@@ -183,7 +183,7 @@ class HostedAttention:
         for part in plan.parts:
             part.memory.commit(part.plan, kept[part.requests])
 
-    # Dropping tokens
+    # The methods below drop tokens.
 
     def plan_drop(self, dropped: Dropped) -> tuple[Attention, Any]:
         memory = self._of(dropped.slot)
@@ -198,7 +198,7 @@ class HostedAttention:
     def abandon_drop(self, plan: tuple[Attention, Any]) -> None:
         plan[0].abandon_drop(plan[1])
 
-    # Sequences
+    # The methods below open, copy and close sequences.
 
     @property
     def tables(self) -> list[SlotTable]:

@@ -155,7 +155,7 @@ class QuantizedAttention(CannotDrop):
         after = self.grid.n_groups(np.maximum(stretch.peaks, stretch.ends))
         return self.exact.bytes_for(stretch) + np.stack([before, after, after, before]) * self.bodies.block_bytes
 
-    # Steps
+    # The methods below plan, begin and end steps.
 
     def plan(self, packed: Packed) -> QuantizedPlan:
         tables, group_pages = [self._table[slot] for slot in packed.slots.tolist()], self.grid.group_pages
@@ -248,12 +248,12 @@ class QuantizedAttention(CannotDrop):
             else:
                 self.bodies.release(fresh)
 
-    # Dropping tokens
+    # The methods below drop tokens.
 
     def why_not(self) -> str:
         return f"rows that share a scale, in attention of {self.storage.label}, lie at fixed positions"
 
-    # Sequences
+    # The methods below open, copy and close sequences.
 
     @property
     def tables(self) -> list[SlotTable]:

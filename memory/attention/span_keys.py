@@ -122,7 +122,7 @@ class SpanKeys(IndexKeys):
         assert isinstance(plan, SpanPlan)
         super().commit(plan, (plan.starts + kept[plan.requests]) // self._span_tokens - plan.packed.starts)
 
-    # Questions about tokens become questions about spans
+    # The methods below turn questions about tokens into questions about spans.
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
         starts, ends, peaks = (at // self._span_tokens for at in (stretch.starts, stretch.ends, stretch.peaks))

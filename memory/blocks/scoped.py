@@ -34,7 +34,8 @@ class Scoped(Generic[_T]):
 
     def get(self) -> _T:
         """Return the value set by the innermost running block, or the default."""
-        if blocks := self._blocks.get():  # Most often there is none, and a step asks some ten times.
+        # Most often no block is running. Each step asks about ten times, so that case must be quick.
+        if blocks := self._blocks.get():
             for block in reversed(blocks):
                 if not has_ended(block._block):
                     return block.value

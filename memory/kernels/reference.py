@@ -456,7 +456,7 @@ def stabilise(gate_TH: Tensor, log_decay_TH: Tensor, state: StateSlots) -> Tenso
     out_3TH = gate_TH.new_empty(3, *gate_TH.shape, dtype=torch.float32)
     for i, m_H in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
         start, end = state.cu_rows.host[i : i + 2].tolist()
-        # Entry p is m after the first p tokens behind the state.
+        # Entry p is m after p of the tokens that follow the state.
         behind = [m_H] if state.tail is None else [m_H, *tail_rows(state.tail, i, [state.shape])[0].float()]
         for t in range(start, end):
             faded_H = behind[-1] + log_decay_TH[t].float()

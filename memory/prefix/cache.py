@@ -101,7 +101,7 @@ class PrefixCache:
     def _changing(self) -> AbstractContextManager[None]:
         return self._kept.changing()
 
-    # Looking up
+    # The methods below look up.
 
     def find(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> Lookup:
         """Return what `open` would reuse, and change nothing.
@@ -220,7 +220,7 @@ class PrefixCache:
         n_taken_back = 0 if best is None else best.depth - reused
         return Lookup(len(tokens), n_matched, by_recurrent, reused, why, tier, n_taken_back), best
 
-    # Remembering
+    # The methods below remember prefixes.
 
     def cuts(self, token_ids: Seq[int] | Int64s, start: int, marks: Seq[int] = (), owner: Hashable = None) -> list[int]:
         """Return the positions at which a prefill should pause and `insert` a checkpoint, ascending.
@@ -305,7 +305,7 @@ class PrefixCache:
             self._kept.let_live(node.mark, seconds)
             return node.depth
 
-    # Forgetting
+    # The methods below forget prefixes.
 
     def reclaim(self, missing_bytes: int) -> bool:
         """Make checkpoints give way, least worth first, until `missing_bytes` are free. True if any byte was freed.
@@ -327,7 +327,7 @@ class PrefixCache:
         """Return the prefixes from which prompts can continue, by digests of tokens. Cost: one pass over all tokens."""
         return list(resumable_prefixes(self._kept.tree.roots, self._kept.outside.tier_of))
 
-    # Across restarts
+    # The methods below keep prefixes across restarts.
 
     def save(self, folder: str | Path, lock: AbstractContextManager[object] | None = None) -> int:
         """Write all checkpoints to a folder, replacing those that it holds. Return the bytes of all their blocks.

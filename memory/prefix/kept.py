@@ -99,7 +99,7 @@ class Kept:
             self._rebuild()
             self._changes.forget_left()
 
-    # Adding and using
+    # The methods below add checkpoints and note their use.
 
     def keep(self, sequence: Sequence, tokens: Int64s, owner: Hashable, held_bytes: int) -> tuple[Node, Sequence, bool]:
         """Return the node of a sequence's tokens, the checkpoint there, and whether the checkpoint was made now.
@@ -215,7 +215,7 @@ class Kept:
     def _ranking_of(self, checkpoint: Sequence) -> Ranking:
         return self.outside.ranking if checkpoint in self.outside.ranking else self._ranking
 
-    # Giving way
+    # The methods below make checkpoints give way.
 
     def reclaim(self, missing_bytes: int) -> bool:
         """Make checkpoints give way. See `PrefixCache.reclaim`."""

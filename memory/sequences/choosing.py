@@ -70,7 +70,7 @@ class Spread(NamedTuple):
         unit: how many rows a piece has; the last one of a query may have fewer.
         n_rows: (Q,) how many rows each query reads.
         cu_pieces: (Q + 1,) query i reads the pieces [cu_pieces[i], cu_pieces[i + 1]).
-        spans: (P,) the index of each piece's span among all that were chosen. Rows behind the last whole span belong to
+        spans: (P,) the index of each piece's span among all that were chosen. Rows after the last whole span belong to
             none: they have the index after the last.
         offsets: (P,) see above.
     """

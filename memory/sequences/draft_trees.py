@@ -164,7 +164,7 @@ class DraftTrees:
 
     @cached_property
     def stored(self) -> Packed:
-        """Return the step in the positions at which its rows are stored: one after the other behind the sequence."""
+        """Return the step in the positions at which its rows are stored: one after the other, after the sequence."""
         return replace(self.packed, positions=ranges(self.packed.starts, self.packed.ends))
 
     @cached_property

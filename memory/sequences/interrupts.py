@@ -46,7 +46,7 @@ def _find_main_thread() -> None:
     _main_thread = threading.main_thread().ident
 
 
-_find_main_thread()  # Asking each time would take a tenth of what opening a sequence takes.
+_find_main_thread()  # Asking each time would take a tenth of the time of opening a sequence.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_find_main_thread)
 

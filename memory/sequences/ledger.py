@@ -30,7 +30,7 @@ class Ledger:
         sees: whether tokens may stand for rows of pictures.
     Attributes:
         lengths, peaks: (n_slots,) how many tokens each slot holds, and the furthest position that it has ever reached.
-        backs: (n_slots,) by how many rotary positions a slot's tokens move text behind them back (`soft_tokens`).
+        backs: (n_slots,) by how many rotary positions a slot's tokens move text after them back (`soft_tokens`).
         is_busy, is_away: (n_slots,) True while the sequence is in an open step, and while it is swapped out.
         handles: slot -> the handle of an open sequence or checkpoint.
         n_drops: how many drops there were so far, which is the number of the latest drop.

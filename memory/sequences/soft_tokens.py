@@ -5,7 +5,7 @@ histories, tells two pictures apart, and finds the same picture again, without b
 
     bit 62             set: ids of vocabularies are far below
     bits 16 ... 61     a hash of the digest and the number of the row
-    bits 0 ... 15      of the passage's last row: by how many positions text behind it is moved back; else 0
+    bits 0 ... 15      of the passage's last row: by how many positions text after it is moved back; else 0
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Passage:
         rows: (N, M), the embeddings.
         offsets: (axes, N) how far each row's rotary position on each axis is ahead of its place in the sequence. None:
             rows are rotated by their places, as text is.
-        back: by how many positions text behind it is moved back.
+        back: by how many positions text after it is moved back.
         about: what whoever added it wants to find with it. The memory does not read it.
     """
 
@@ -127,7 +127,7 @@ class SoftTokens:
             rows: (N, M) embeddings, as the model's layers read them.
             positions: (axes, N) rotary positions of the rows, counted from the passage's first; for several axes. Rows
                 may stand before it; what would be before the sequence's first position is there.
-            n_positions: how many positions the passage takes; text behind it goes on from there.
+            n_positions: how many positions the passage takes; text after it continues from there.
         Raises:
             SpecError: a shape or a number does not fit. BatchError: another passage has one of its ids.
         """
@@ -223,7 +223,7 @@ def positions_back(token_ids: Int64s) -> Int64s:
 def rotary_positions(packed: Packed, backs: Int64s, runs: list[Run], n_axes: int) -> Int64s:
     """Return the positions by which a step's tokens are rotated: (T,), or (axes, T) if pictures have several axes.
 
-    Text behind a picture goes on from the greatest position of its rows, however many rows there are.
+    Text after a picture continues from the greatest position of its rows, however many rows there are.
 
     Args:
         backs: (S,) by how many positions each request's sequence has moved text back before.

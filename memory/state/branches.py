@@ -135,7 +135,7 @@ class BranchReader:
         return self._segments(starts_of(end - begin), begin, sources[chosen], chosen, tail_rows)
 
     def _behind(self, step: TailStep, sources: Int64s, targets: Int64s) -> TailReads:
-        """Find what a kernel reads behind a body to write the state at the sequence's end.
+        """Find what a kernel reads after a body, to write the state at the end of the sequence.
 
         It takes one row for each request, whose output nobody reads: the request's own tail has room for what the row
         changes.

@@ -103,7 +103,7 @@ class TailTable(Generic[TailPlanT]):
         n_states, n_tails = self.rules.held_blocks(stretch, bodies)
         return n_states * self.states.block_bytes + n_tails * self.tails.block_bytes
 
-    # Steps
+    # The methods below plan, begin and end steps.
 
     def plan_blocks(self, packed: Packed) -> TailStep:
         """Allocate the blocks that the step will write. Raises CapacityError with nothing changed."""
@@ -227,7 +227,7 @@ class TailTable(Generic[TailPlanT]):
         """Release all blocks that were allocated for a step, and leave every slot as it was."""
         self._free(step.fresh, np.ones(len(step.packed.slots), np.bool_))
 
-    # Slots
+    # The methods below open, copy and close slots.
 
     @property
     def tables(self) -> list[SlotTable]:
@@ -352,7 +352,7 @@ class TailTable(Generic[TailPlanT]):
         horizons: Int64s = np.maximum(self.rules.body_at(packed.peaks + offsets) - offsets, floors)
         return horizons
 
-    # The blocks that slots refer to
+    # The methods below say to which blocks slots refer.
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         """Return pool name -> ids of the blocks that the slot refers to."""
@@ -426,7 +426,7 @@ class TailTable(Generic[TailPlanT]):
             new = Columns.empty(max(slot + 1 - n, n))
             self.slots = Columns(np.concatenate([self.slots.table, new.table], axis=1))
 
-    # Checks
+    # The methods below check the books.
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
         """Check the blocks of slots; see `memory.interface.LayerMemory.check`."""

@@ -75,7 +75,7 @@ class Archive:
         about = [signature_of(spec, self._page_tokens, self._rules), spec.weights]
         return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
-    # Saving and loading in two parts, of which only one uses the memory
+    # The methods below save and load in two parts, of which only one uses the memory.
 
     def pack(self, sequence: Sequence) -> Callable[[str], None]:
         """Copy a sequence or a checkpoint out of the memory. Return a function that writes it to a path or URL.
@@ -100,7 +100,7 @@ class Archive:
         """Open the sequence that `read` has read. The errors are those of `HybridMemory.load`."""
         return self._coordinator.handed_over(self._open, saved).sequence
 
-    # Saving
+    # The methods below save.
 
     @property
     def lock(self) -> AbstractContextManager[Any]:
@@ -157,7 +157,7 @@ class Archive:
         chosen += [("checkpoint", "", mark) for mark in sorted(marks, key=lambda mark: mark.id)]
         return chosen + [("fork", name, fork) for name, fork in forks.items()]
 
-    # Loading
+    # The methods below load.
 
     def load(self, path: object, *, only_first: bool) -> Family:
         """Open the members of a file. See `HybridMemory.load`. With `only_first`, open only the first member."""

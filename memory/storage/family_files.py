@@ -165,7 +165,7 @@ def family_in(content: Content, *, only_first: bool = False) -> SavedFamily:
     return replace(saved, members=members, tokens=tokens, damaged=(*left_out, *lost))
 
 
-# Entries of members, as JSON
+# The functions below write and read the entries of members, as JSON.
 
 
 def _entry(member: Member) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def _check(saved: SavedFamily) -> None:
                 raise ValueError(f"the blocks of member {i}")
 
 
-# Checksums
+# The functions below compute checksums.
 
 
 def _ends(saved: SavedFamily) -> dict[str, Int64s]:

@@ -100,7 +100,7 @@ class Tiers:
         """Return the bytes in host memory, and the bytes in files."""
         return self._used_host_bytes, self._file_bytes
 
-    # Moving sequences out
+    # The methods below move sequences out.
 
     def put(self, leaving: Leaving, sizes: dict[str, int], copy: Copy, relatives: Iterable[Leaving] = ()) -> int:
         """Copy a slot's blocks, into host memory if they fit there. Return the number of copied bytes.
@@ -208,7 +208,7 @@ class Tiers:
                 relative.slot, common[is_same], live[pool][at[is_same]], places[pool][:, at[is_same]]
             )
 
-    # Moving sequences back
+    # The methods below move sequences back.
 
     def shared_with(self, slot: int) -> dict[str, Int64s]:
         """Return, for each block of a swapped-out slot, a block in the arena with the same bytes, or -1."""
@@ -334,7 +334,7 @@ class Tiers:
         self._used_host_bytes = sum(parcel.n_bytes for parcel in own if parcel.blocks)
         self._file_bytes = sum(parcel.n_bytes for parcel in own if not parcel.blocks)
 
-    # Parcels for files that other processes have written
+    # The methods below keep parcels for files that other processes have written.
 
     def add_file(self, path: str, n_bytes: int, rename: Callable[[Blocks], Blocks]) -> int:
         """Add a parcel for a file with `n_bytes` of blocks, and return its number.
@@ -376,7 +376,7 @@ class Tiers:
                 keys[pool] = -1 - np.arange(len(ids)) - (leaving.slot << 32)
         return keys
 
-    # Counting
+    # The methods below count bytes.
 
     def held_bytes_of(self, sequence: Sequence) -> int:
         """Return the bytes that are kept for a sequence, shared or not."""

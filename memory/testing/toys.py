@@ -167,6 +167,6 @@ class Toy:
 
     def _choose(self, x: Tensor, step: Step) -> ChosenRows:
         q, k, weights = torch.split(project(x, self._index), [6, 3, 2], dim=-1)
-        if self._span_tokens > 1:  # A span's key is the mean of its tokens'.
+        if self._span_tokens > 1:  # The key of a span is the mean of its tokens' keys.
             k = step.recur(0, k, self._mean, name="span")
         return step.choose(0, q.reshape(len(x), 2, 3), k[:, None], weights.float())

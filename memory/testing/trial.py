@@ -417,7 +417,8 @@ class Trial:
             raise BrokenPromiseError("outputs of a text that is fed alone are no numbers", row.at)
         if not np.array_equal(np.isfinite(row.logits), np.isfinite(expected)):
             raise BrokenPromiseError("outputs are not finite: memory was read that nobody wrote", row.at)
-        # Infinite numbers, such as those of masked tokens, are equal and left out, or differ in sign and by infinity.
+        # Infinite logits, such as those of masked tokens, are left out if they are equal. If their signs differ, they
+        # differ by infinity.
         differs = row.logits != expected
         worst = float(np.abs(row.logits[differs] - expected[differs]).max(initial=0.0))
         agreement = self._adapter.agreement

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _NEVER = -1e30
-"""The gate of a place behind the end of a segment: it adds nothing."""
+"""The gate of a place after the end of a segment: it adds nothing."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ def matrix_scan(
     def to_heads(x_TGN: Tensor) -> Tensor:
         return segments.pad(x_TGN.float().repeat_interleave(n_heads // x_TGN.shape[1], 1))
 
-    # Zeros behind the end of a segment neither decay a state, nor write or erase anything.
+    # Zeros after the end of a segment neither decay a state, nor write or erase anything.
     y_SLHV, state.after = scans.matrix_recurrence(
         to_heads(q_TGN), to_heads(k_TGN), segments.pad(v_THV), segments.pad(log_decay.float()), state.before.float(),
         a=None if erase is None else to_heads(erase.a),

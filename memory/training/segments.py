@@ -44,7 +44,7 @@ class Segments:
         return (self._places < int(self.cu_rows[-1])).flatten().nonzero()[:, 0]
 
     def pad(self, x: Tensor, fill: float = 0.0) -> Tensor:
-        """Return (S, L, ...) of packed rows (T, ...). Places behind the end of a segment get `fill`."""
+        """Return (S, L, ...) of packed rows (T, ...). Places after the end of a segment get `fill`."""
         if self._is_even:
             return x.reshape(len(self), self.n_longest, *x.shape[1:])
         return torch.cat([x, x.new_full((1, *x.shape[1:]), fill)])[self._places]

@@ -187,7 +187,7 @@ class TrainingStep:
 
 
 def _seen_rows(q_THD: Tensor, k_RD: Tensor, weights_TH: Tensor, scale: float, spec: IndexSpec) -> Tensor:
-    """Return (T, R): True for the rows that an index chooses for a query, and for rows behind its last whole span.
+    """Return (T, R): True for the rows that an index chooses for a query, and for rows after its last whole span.
 
     The queries are those of the newest T of R tokens. Of spans with equal scores, the oldest are chosen.
     """

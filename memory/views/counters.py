@@ -82,7 +82,7 @@ class Counters:
         layers: CountedLayers = self._memory.layers
         return layers
 
-    # Bytes in use now
+    # The methods below count bytes in use now.
 
     @property
     def budget_bytes(self) -> int:
@@ -190,7 +190,7 @@ class Counters:
         with self.lock:
             return measure(self.inventory(), self.swapped_bytes, self.host_inventory(), self.token_bytes)
 
-    # Bytes that will be needed
+    # The methods below count bytes that will be needed.
 
     @property
     def least_bytes(self) -> int:

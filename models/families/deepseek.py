@@ -77,7 +77,7 @@ class _DeepSeek(Decoder, ABC):
         self.draft_prefixes = draft_layers(config)
 
     def load_draft_head(self, checkpoint: Checkpoint) -> NextTokenHead | None:
-        """Return the first module of multi-token prediction, which is stored as the layer behind the last one.
+        """Return the first module of multi-token prediction, which is stored as a layer after the last one.
 
         Its embedding and output matrix are the model's, of which files may hold copies.
         """
@@ -176,7 +176,7 @@ class DeepseekV3(_DeepSeek):
 
 
 def draft_layers(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Return what the names of the modules of multi-token prediction begin with: of the layers behind the last one."""
+    """Return what the names of the modules of multi-token prediction begin with: of the layers after the last one."""
     numbers = (getattr(config, name, None) for name in ("num_mtp_layers", "num_nextn_predict_layers"))
     n_layers, n_heads = config.num_hidden_layers, next((int(n) for n in numbers if n), 0)
     return tuple(f"model.layers.{i}." for i in range(n_layers, n_layers + n_heads))

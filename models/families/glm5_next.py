@@ -133,7 +133,8 @@ class Glm5Next(Decoder):
         if config.n_shared_experts < 1:
             raise UnsupportedModelError(f"n_shared_experts={config.n_shared_experts}; implemented is at least one")
         check_groups(config, least=2)
-        # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
+        # The router is float32 whatever the model's dtype, because scores decide which experts run, and close scores
+        # are common.
         router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
         route = partial(
             sigmoid_then_choose,

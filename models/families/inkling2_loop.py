@@ -69,7 +69,7 @@ class _Beginning:
         if self.begins_loop:
             step.notes[_BEGINNING] = x_TBM
         else:
-            # Rows that earlier passes have made are messages for this pass, which begins from the rows before the loop.
+            # This pass begins again from the rows before the loop. Rows of earlier passes reach it as messages.
             beginning_TBM = step.notes[_BEGINNING]
             step.notes[PREVIOUS] = x_TBM[:, beginning_TBM.shape[1] :]
             x_TBM = beginning_TBM

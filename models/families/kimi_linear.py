@@ -132,7 +132,8 @@ def load_feed_forward(
     if config.n_shared_experts < 1:
         raise UnsupportedModelError(f"num_shared_experts={config.n_shared_experts}; implemented is at least one")
     check_groups(config, least=2, experts="num_local_experts")
-    # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
+    # The router is float32 whatever the model's dtype, because scores decide which experts run, and close scores are
+    # common.
     router = checkpoint.take(f"{mixture}.gate.weight", n_experts, n_model, dtype=torch.float32)
     route = partial(
         sigmoid_then_choose,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import MiniMaxConfig
 
 _LIGHTNING_NORM_EPS = 1e-6
-"""Epsilon of the norm behind lightning attention, whatever the config's."""
+"""Epsilon of the norm after lightning attention, whatever the config's."""
 _MOST_OFF = 0.02
 """Largest share by which a stored decay may differ from the computed one: files hold it in 16 bits."""
 
@@ -110,7 +110,8 @@ def _load_mixture(config: MiniMaxConfig, checkpoint: Checkpoint, prefix: str) ->
         checkpoint, f"{prefix}.experts", n_experts, n_model, config.intermediate_size, config.hidden_act,
         names=("w1", "w3", "w2"),
     )  # fmt: skip
-    # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
+    # The router is float32 whatever the model's dtype, because scores decide which experts run, and close scores are
+    # common.
     router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
     route = partial(softmax_then_choose, renormalise=True)
     return MixtureOfExperts(router, experts, config.num_experts_per_tok, route)

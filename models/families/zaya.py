@@ -134,7 +134,7 @@ class ConvolvedAttention:
         inside = f"{prefix}.qkv_proj"
         weights = [take(f"{inside}.{name}.weight", size, n_model) for name, size in products.items()]
         biases = [checkpoint.take_optional(has_bias, f"{inside}.{name}.bias", size) for name, size in products.items()]
-        # The bias of delayed values is added behind the delay: before the first token there is a row of zeros.
+        # The bias of delayed values is added after the delay: before the first token there is a row of zeros.
         self._delayed_bias = biases[3]
         self._inputs = [Linear(weight, bias=bias) for weight, bias in zip(weights, [*biases[:3], None], strict=True)]
         self._out = Linear.load(checkpoint, f"{prefix}.o_proj", n_model, n_q * head_dim, has_bias=has_bias)

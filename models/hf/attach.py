@@ -86,7 +86,7 @@ class Attached:
         self._model = hf_model
         self._parameters = _signature_of(hf_model).parameters
         prepared = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
-        # Transformers 5.24 renamed what models take their cache by.
+        # Transformers 5.24 renamed the parameter by which models take their cache.
         self._cache_name = "cache" if "cache" in prepared else "past_key_values"
         self._n_layers = hf_model.config.get_text_config().num_hidden_layers
         self._runs_alone = architecture in RUN_WITHOUT_CACHE
@@ -146,7 +146,7 @@ class Attached:
             cache.check_prompt(input_ids)
         return self._prepare(input_ids, *args, **kwargs)
 
-    # A forward of the model
+    # The methods below run a forward of the model.
 
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = [name for name, p in self._parameters.items() if p.kind is not p.VAR_KEYWORD]

@@ -49,7 +49,7 @@ def memory_layer(config: Any, layer: int) -> int:
     return layer + (int(config.loop_num_passes) - 1) * (end - int(config.loop_layer_index_start))
 
 
-# Inkling
+# The function below is for Inkling.
 
 
 def inkling_attention(module: Module, config: Any) -> Mix:
@@ -147,7 +147,7 @@ def _bias_of(module: Module) -> DistanceBias:
     return DistanceBias.of(weights_of(module).proj.detach())
 
 
-# What follows is latent attention to rows that an index chooses.
+# The function below is for latent attention to rows that an index chooses.
 
 
 def indexed_latent_attention(module: Module, config: Any) -> Mix:
@@ -222,7 +222,7 @@ _INDEX_IN_NEIGHBOURS = ("GlmMoeDsaIndexer",)
 """Classes of indexes that rotate pairs of neighbours."""
 
 
-# Qwen4-Exp
+# The function below is for Qwen4-Exp.
 
 
 def qwen4_exp_attention(module: Module, config: Any) -> Mix:

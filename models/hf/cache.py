@@ -96,7 +96,7 @@ class HybridCache(Cache):  # type: ignore[misc]
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
-    # Going back, and choosing rows
+    # The methods below go back, and choose rows.
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the newest -n columns (n < 0), or keep the first n (n > 0), of all rows, exactly; 0 does nothing.
@@ -203,7 +203,7 @@ class HybridCache(Cache):  # type: ignore[misc]
             if not sequence.closed:
                 self.memory.close(sequence)
 
-    # A forward
+    # The methods below run a forward.
 
     def check_prompt(self, input_ids: Tensor) -> None:
         """Raise BatchError unless a prompt of `generate` (B, columns) continues what the rows remember.

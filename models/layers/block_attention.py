@@ -51,7 +51,7 @@ class BlockAttention:
 
 @dataclass(frozen=True)
 class MessageGate:
-    """Computes (1 - forget) * x + gain * message, where both gates are computed from both."""
+    """Computes (1 - forget) * x + gain * message. Both gates are computed from x and the message."""
 
     down: Linear
     forget: Linear

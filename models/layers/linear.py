@@ -51,7 +51,7 @@ def _activation(name: str) -> Callable[[Tensor], Tensor]:
     """
     if name in _ACTIVATIONS:
         return _ACTIVATIONS[name]
-    # transformers does not export it, and importing its module takes long, so that is done only if needed.
+    # Transformers does not export the class, and importing its module takes long, so that is done only if needed.
     from transformers.activations import ACT2FN
 
     function: Callable[[Tensor], Tensor] = ACT2FN[name]

@@ -41,7 +41,7 @@ class QueryKeyConv:
         # The axes are heads, inputs of all copies, outputs. The newest copy comes first, and the newest tap last.
         mixing = mixing_EDW.reshape(-1, head_dim, head_dim, self._n_copies).flip(-1)
         self._mixing = mixing.permute(0, 3, 2, 1).reshape(len(mixing), -1, head_dim).contiguous()
-        # Before a sequence, too, the first convolution adds its bias, to zeros. So one sum serves all tokens.
+        # The first convolution also adds its bias to the zeros before a sequence. So one sum serves all tokens.
         constant_HDD = mixing_EDW.float().sum(2).view(-1, head_dim, head_dim)
         biases_HD1 = (bias.float().view(-1, head_dim, 1) for bias in (mixing_bias_E, bias_E))
         bias_HD1 = torch.baddbmm(next(biases_HD1), constant_HDD, next(biases_HD1))

@@ -59,7 +59,7 @@ class Vocabulary:
         embedding_scale, logits_scale: factors of embeddings and logits.
         logits_cap: logits become cap * tanh(logits / cap) after that (Gemma Team 2024, "Gemma 2"); None for no cap.
         embedding_norm: norms embeddings; None for none.
-        n_tokens: how many rows are of tokens, if those behind them only fill the matrices up; None for all.
+        n_tokens: how many rows belong to tokens, if the rows after them only pad the matrices; None for all.
     """
 
     def __init__(

@@ -85,7 +85,7 @@ def _read_size(stored: Mapping[str, Any], name: str) -> int | None:
     return None if size == -1 else int(size)
 
 
-# From codes, scales and zero points to weights
+# The functions below compute weights from codes, scales and zero points.
 
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
@@ -123,7 +123,7 @@ def _part(name: str, parts: Mapping[str, Tensor], part: str, *dtypes: torch.dtyp
     return found
 
 
-# compressed-tensors
+# The class below reads checkpoints of compressed-tensors.
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,8 @@ class CompressedTensors:
         return StoredCodes(name, codes, scale, zero, scheme.block, parts.get("g_idx"))
 
 
-# The other formats. GPTQ and AWQ store weights with axes (columns, rows), because their products are x W
+# The classes below read the other formats. GPTQ and AWQ store weights with axes (columns, rows), because their products
+# are x W.
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ def epilogue_of(n_blocks: int) -> Any:
     def epilogue(typing_context, sums, at, n_rows, bias, activation, channel, out, place, n_out):
         """Set n_rows of `out`, from `place` on, to activation(sums + bias) of outputs from `channel` on.
 
-        Rows of sums lie one after the other from `at` on, 16 each; those of the second block 256 behind. Rows of `out`
-        have `n_out` numbers, float32, or uint16 and int16 for 16 bits; outputs that they do not have are left out.
+        Rows of sums lie one after the other from `at` on, 16 each, and those of the second block 256 further on. Rows
+        of `out` have `n_out` numbers, float32, or uint16 and int16 for 16 bits. Outputs that they do not have are left
+        out.
         """
 
         def codegen(context, builder, signature, arguments):

@@ -92,7 +92,8 @@ def product_address(kind: ProductKind) -> int:
         last = (like,) if scales else ()
         return address_of(product, codes, *scales, i, i, i, amx.shape(1), no_bias, i, i, i, i, *last)
     if scales:
-        # Some kernels read 16-bit rows as float32, into which callers turn them. Pieces decide this for the whole.
+        # Some kernels read rows as float32, and callers convert 16-bit rows for them. A joined product leaves this to
+        # its pieces.
         reads = kind.rows if kind.kernel in JOINED_KERNELS else kernel_of(kind.kernel).rows
         rows, out = (as_array(torch.empty(1, 1, dtype=dtype)) for dtype in (reads, kind.rows))
         return address_of(product, codes, *scales, rows, no_bias, i, i, out)

@@ -35,7 +35,7 @@ _lock = threading.Lock()
 _last: tuple[ref[np.ndarray] | None, int] = None, 0
 """The mapping from which the last weight was taken, if it still exists, and its first free byte."""
 _ends: dict[int, int] = {}
-"""Maps the id of a mapping that `taken_ahead` holds to the byte behind its last weight."""
+"""Maps the id of a mapping that `taken_ahead` holds to the byte after its last weight."""
 
 
 def empty(*shape: int, dtype: torch.dtype) -> Tensor:

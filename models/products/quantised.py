@@ -31,10 +31,10 @@ LAYOUTS: dict[IntegerFormat, Layout] = {"int8": INT8, "int8-row": INT8_BY_ROW, "
 class QuantisedWeight:
     """Holds a weight (n_out, n_in) as integers with scales. A product reads only these, and nothing else is kept.
 
-    Rows are read in bfloat16 if the weight's floats would be bfloat16 and the processor multiplies pairs or tiles of
-    bfloat16, or integers. Otherwise they are read in float32. For tiles and integers, rows are rounded: each group of
-    32 numbers keeps twelve bits below the power of two of its largest number (`row_units`). A row's result has the same
-    bits in any batch.
+    Rows are read in bfloat16 under two conditions: the integers stand for floats in bfloat16, and the processor
+    multiplies bfloat16 (in pairs or tiles) or integers. Otherwise rows are read in float32. For products in tiles or
+    integers, rows are rounded: each group of 32 numbers keeps twelve bits below the power of two of its largest number
+    (`row_units`). A row's result has the same bits in any batch.
 
     Args:
         dtype: the dtype of the floats for which the integers stand.

@@ -4,10 +4,14 @@ torch's own operators for such weights are slow for rows of float32, and for mor
 (`models.weights.layouts`) is read from its first group to its last, once for twelve rows with AVX-512, or for four rows
 without. The sum of each group is multiplied by its scale. A minimum is multiplied by the sum of the group's inputs.
 
-Where the processor multiplies pairs of bfloat16 and adds their products (AVX512_BF16), rows of bfloat16 are read as
-pairs; where it adds products of integers (AVX512_VNNI), `integer_row_kernels` takes few rows, and where it multiplies
-whole tiles (AMX), `integer_tile_kernels` all. Otherwise rows and weights become float32. Sums are float32, and each
-row's are formed in the same order in any company.
+How rows are read depends on the processor:
+
+- If it multiplies pairs of bfloat16 and adds their products (AVX512_BF16), rows of bfloat16 are read as pairs.
+- If it adds products of integers (AVX512_VNNI), `integer_row_kernels` multiplies few rows.
+- If it multiplies whole tiles (AMX), `integer_tile_kernels` multiplies all rows.
+- Otherwise rows and weights become float32.
+
+Sums are float32, and each row's sums are formed in the same order in any batch.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ Part = tuple[int | None, Int64s]
 
 
 class CanvasSight(SliceSight):
-    """Says that a picture takes one position more than the longer side of its canvas has cells.
+    """Says how many positions a picture takes: one more than the longer side of its canvas has cells.
 
-    A line break right behind a picture stands at the picture's first position, and takes none.
+    A line break right after a picture stands at the picture's first position, and takes none.
     """
 
     n_axes = 3

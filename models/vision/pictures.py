@@ -65,7 +65,7 @@ class Sight:
 
 @dataclass(frozen=True)
 class Picture:
-    """Holds a picture that was read. Keep it until its tokens are fed: as long, its rows stay.
+    """Holds a picture that was read. Keep it until its tokens are fed: its rows stay that long.
 
     Attributes:
         passage: its rows of embeddings.
@@ -111,7 +111,7 @@ class Picture:
 class Pictures:
     """Reads pictures for one model.
 
-    The tower is loaded at the first picture, so that who sends none pays nothing for it.
+    The tower is loaded at the first picture, so users who send no pictures pay nothing for it.
 
     Attributes:
         soft_tokens: finds the rows of pictures for memories of this model.
@@ -187,7 +187,7 @@ class Pictures:
     ) -> list[int]:
         """Return the token ids of a prompt as the family wants them, given those in which pictures just stand.
 
-        Most families want no more than that. MiniCPM-V numbers the pictures, and moves line breaks behind them.
+        Most families want no more than that. MiniCPM-V numbers the pictures, and moves line breaks after them.
 
         Args:
             id_of: as in `Picture.token_ids`.

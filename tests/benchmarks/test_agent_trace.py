@@ -1,4 +1,4 @@
-"""The trace of `benchmarks agent-trace`, and what it counts as computed again."""
+"""The tests check the trace of `benchmarks agent-trace`, and what it counts as computed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The baseline of `benchmarks agentic`, counted by hand, and both sides on a small trace."""
+"""The baseline of `benchmarks agentic` is counted by hand, and both sides run on a small trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ TOKENS = block_tokens(SPEC)
 
 
 def request(*blocks: int, reply: int = 0) -> Request:
-    """A prompt of whole blocks, each of one token id, and one token more; the reply is a block less one token."""
+    """Return a prompt of whole blocks, each of one token id, and one token more.
+
+    The reply is one token shorter than a block.
+    """
     prompt = np.append(np.repeat(np.array(blocks), TOKENS), 9)
     return Request(prompt, np.full(TOKENS - 1, reply))
 

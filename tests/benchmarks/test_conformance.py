@@ -1,4 +1,4 @@
-"""The kit finds what is known to be wrong in other libraries' memories."""
+"""The kit finds the known faults of other libraries' memories."""
 
 from __future__ import annotations
 

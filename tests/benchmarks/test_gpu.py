@@ -1,4 +1,4 @@
-"""What of the benchmark of a GPU can be seen without one: that it is refused, and how its table is reckoned."""
+"""Without a GPU, its benchmark refuses to run, but the tests see how it computes its table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_without_a_gpu_nothing_is_measured() -> None:
 
 
 def test_sequences_that_take_turns_do_so_on_any_device() -> None:
-    """On the CPU, at sizes that mean nothing: what is measured runs, and all sequences get their turn."""
+    """The measured code runs on the CPU, at sizes that mean nothing, and all sequences get their turn."""
     from benchmarks.gpu_host import Decoding, Sizes, row
 
     sizes, cpu = (

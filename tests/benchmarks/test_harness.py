@@ -1,4 +1,4 @@
-"""What the benchmarks promise: fair turns, no speed for wrong results, and files that say where they come from."""
+"""Benchmarks take fair turns, report no speed for wrong results, and write files that say where they come from."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_red_tests_have_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", ["jamba-no-experts", "mamba"])
 def test_both_sides_do_the_same_work(name: str, tmp_path: Path) -> None:
-    """Greedy tokens after the same prompts are the same ones; the step without mixers runs, and differs."""
+    """Both sides give the same greedy tokens after the same prompts. The step without mixers runs, and gives others."""
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     model, tokens = load_model(folder), torch.randint(0, 53, (3, 9))
     ours, theirs = Ours(model, 3, budget="16MiB"), Transformers(Peer.load(folder).model)

@@ -1,4 +1,4 @@
-"""What is measured beside llama.cpp: files that hold the source's model, and no speed of anything else."""
+"""What runs beside llama.cpp has the source's model in its files. No speed of anything else is reported."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SMALL: dict[str, PreTrainedConfig] = {
 
 
 class Loaded:
-    """Stands in for llama.cpp: one of our models, greedy."""
+    """Stands in for llama.cpp: it is one of our models, greedy."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -72,7 +72,10 @@ def draw(n_sequences: int, n_tokens: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_files_hold_the_model_that_they_were_written_from(name: str, tmp_path: Path) -> None:
-    """The same greedy tokens in 32 bits; in fewer, the dtype and bytes that the tables say."""
+    """In 32 bits, files give the same greedy tokens.
+
+    In fewer bits, they have the dtype and bytes that the tables say.
+    """
     source = Loaded(load_model(write_checkpoint(tmp_path, SMALL[name])))
     models = {kind: load_in(write_model(tmp_path, kind), kind) for kind in FORMATS}
     found = agree(models["F32"], source, draw(3, 12), 8)
@@ -93,7 +96,7 @@ def test_different_models_have_no_speed(tmp_path: Path) -> None:
 
 
 def test_a_peer_that_confuses_the_sequences_of_a_batch_has_no_speed(tmp_path: Path) -> None:
-    """As llama.cpp does in its products for AMX: only the first sequence is what it would be alone."""
+    """In llama.cpp's products for AMX, only the first sequence is what it would be alone."""
     model = load_model(write_checkpoint(tmp_path, SMALL["jamba"]))
     require_whole_batch(differ_in_batch(Loaded(model), draw(3, 12)), "jamba")
 

@@ -1,4 +1,4 @@
-"""Each mutant is a program that differs in one place, and what says nothing about behaviour has none."""
+"""Each mutant is a program that differs in one place. Code without behaviour has no mutants."""
 
 from __future__ import annotations
 
@@ -90,7 +90,10 @@ def outcome(module: dict[str, Any]) -> Any:
 def test_a_mutant_that_is_put_in_place_does_what_one_does_that_is_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Methods, properties and functions within functions, those that were made before too; defaults are refused."""
+    """This holds for methods, properties and functions within functions, even those that were made before.
+
+    Mutants of defaults are refused.
+    """
     monkeypatch.setattr(patching, "ROOT", tmp_path)
     path = tmp_path / "sample.py"
     path.write_text(LIVE)

@@ -1,4 +1,4 @@
-"""A sample of the schemas of `python -m benchmarks schemas`: what is finished is valid."""
+"""In a sample of the schemas of `python -m benchmarks schemas`, every finished reply is valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of drafts looks at bytes between steps and inside of each, with drafts and without."""
+"""The benchmark of drafts counts bytes between steps and inside of each step, with drafts and without."""
 
 from __future__ import annotations
 

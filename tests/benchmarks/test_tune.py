@@ -1,5 +1,7 @@
-"""What of tuning can be seen without a GPU: how choices are searched for, compared, timed and saved.
-Times are made up."""
+"""Without a GPU, the tests see how tuning searches for choices, compares, times and saves them.
+
+Times are made up.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A kernel that chooses a and b, for one size."""
+    """Return a kernel that chooses a and b, for one size."""
     monkeypatch.setitem(OPTIONS, "toy", {"a": (1, 2, 4, 8), "b": (1, 2, 4)})
     made = tunable("toy", Pair, a=powers_of_2(1, 8), b=powers_of_2(1, 4))(lambda size: Pair(2, 2))
     yield made
@@ -40,7 +42,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 class Toy:
-    """Runs of the kernel, which take as long as `milliseconds` says of each choice and run; on a clock of its own."""
+    """Runs the kernel on a clock of its own. A run takes as long as `milliseconds` says for its choice."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class Toy:
 
 
 def bowl(choice: Pair, run: int = 0) -> float:
-    """Least at (8, 1)."""
+    """Return a time that is least at (8, 1)."""
     return 10 + abs(math.log2(choice.a) - 3) + abs(math.log2(choice.b))
 
 
@@ -137,7 +139,7 @@ def test_a_gain_of_one_percent_or_of_one_round_is_none(toy: Any) -> None:
 
 
 def test_no_step_pays_for_another(toy: Any) -> None:
-    """(4, 2) halves the first run and doubles the second; (8, 2) gains a tenth in both."""
+    """(4, 2) halves the time of the first run and doubles that of the second. (8, 2) saves a tenth in both."""
     times = {Pair(4, 2): (0.5, 2.0), Pair(2, 1): (0.9, 0.9)}
     choice, share, _ = Toy(toy, lambda choice, run: times.get(choice, (1.0, 1.0))[run]).best(n_runs=2)
     assert (choice, share) == (Pair(2, 1), pytest.approx(0.9))
@@ -207,7 +209,10 @@ def test_every_kernel_is_tuned_over_values_that_it_may_have() -> None:
 
 
 def test_all_kernels_are_tuned_and_no_case_fills_a_gpu() -> None:
-    """At full size, on a device that holds nothing. An H200 has 140 GB; two cases may be there at once."""
+    """Cases have full size, on a device that holds nothing.
+
+    An H200 has 140 GB, and two cases may be there at once.
+    """
     found = set[str]()
     for case in make_cases():
         with MadeOn(torch.device("meta")) as made:
@@ -221,7 +226,7 @@ def test_all_kernels_are_tuned_and_no_case_fills_a_gpu() -> None:
 def test_what_is_tuned_counts_in_the_package_or_in_the_cache(
     toy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    """The whole command but its cases and its clock."""
+    """The whole command runs, except its cases and its clock."""
     from benchmarks import gpu_cases, gpu_states
     from hybridmem.memory.kernels.cuda import choices
 

@@ -1,4 +1,4 @@
-"""A browser for all tests, a server for each file, and pages whose errors fail their test."""
+"""Makes a browser for all tests, a server for each file, and pages whose errors fail their test."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def shared(language_model: LanguageModel, tokenizer: Tokenizer) -> Iterator[Serv
 
 @pytest.fixture
 def served(shared: Served) -> Iterator[Served]:
-    """The server of the file, quick and polite again after each test."""
+    """Return the server of the file. After each test it is quick and polite again."""
     yield shared
     shared.model.pause_seconds, shared.model.talks, shared.model.error = 0.0, False, None
 
@@ -120,5 +120,5 @@ def picture(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Pat
 
 
 def settings(**values: str) -> str:
-    """A script that sets settings of the page."""
+    """Return a script that sets settings of the page."""
     return f"localStorage.setItem('hybrid-memory.settings', JSON.stringify({json.dumps(values)}))"

@@ -1,4 +1,4 @@
-"""Servers that the browser talks to: models that are slow, or that say what a test wants, on a port of its choice."""
+"""Makes servers for the browser, on ports of the test's choice. Their models are slow, or say what a test wants."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LONGEST_REPLY = 2000
 
 
 class Slowed:
-    """A model that takes its time, and that never ends a reply if `talks` is set.
+    """Is a model that takes its time, and that never ends a reply if `talks` is set.
 
     Attributes:
         pause_seconds: before each step.
@@ -56,7 +56,7 @@ class Slowed:
 
 @dataclass
 class Served:
-    """A server that runs, and what is behind it."""
+    """Holds a server that runs, and what is behind it."""
 
     url: str
     model: Slowed
@@ -74,7 +74,7 @@ def serving(
     model: Slowed, tokenizer: Tokenizer, options: ServerOptions | None = None, *, port: int = 0, budget: str = "16MiB",
     host_budget: str | None = None,
 ) -> Iterator[Served]:  # fmt: skip
-    """A server in a thread, told to stop in the end."""
+    """Run a server in a thread, and stop it in the end."""
     memory = HybridMemory(model.memory_spec, budget, rollback_window=32, host_budget=host_budget)
     engine = Engine(model, memory, tokenizer, prefixes=PrefixCache(memory), step_tokens=256)  # type: ignore[arg-type]
     # The default sampling has nothing that makes long replies end.
@@ -97,5 +97,5 @@ def serving(
 
 
 def folder_for(sessions: Path) -> ServerOptions:
-    """Options of a server that keeps its sessions in a folder."""
+    """Return options of a server that keeps its sessions in a folder."""
     return ServerOptions(sessions=str(sessions), grace_seconds=0.2, default_tokens=64)

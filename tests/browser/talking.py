@@ -1,4 +1,4 @@
-"""What the tests do with a page, as a reader would."""
+"""Does with a page what a reader would do."""
 
 from __future__ import annotations
 

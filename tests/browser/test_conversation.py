@@ -1,4 +1,4 @@
-"""Each thing that one can do with a conversation, done in a browser on a server that really generates."""
+"""A browser does everything that one can do with a conversation, on a server that really generates."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def page(served: Served, make_page: MakePage) -> Any:
 
 @pytest.fixture
 def cats(page: Any) -> Any:
-    """A page on which a fact was told and asked for."""
+    """Return a page on which a fact was told and asked for."""
     say(page, CAT)
     say(page, ASK)
     expect(last_reply(page)).to_have_text("Your cat is called Milo.")

@@ -1,4 +1,4 @@
-"""The pictures of the documentation, made from a page that was really used; and what axe says of each."""
+"""A page that was really used gives the pictures of the documentation, and axe checks each of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TALL = {**WIDE, "height": 940}
 
 @pytest.fixture(scope="module")
 def told(language_model: Any, tokenizer: Tokenizer, browser: Any) -> Iterator[tuple[Served, str]]:
-    """A server with two conversations, one of which has branches; and the address of that one."""
+    """Return a server with two conversations, one of which has branches, and the address of that one."""
     with serving(Slowed(language_model), tokenizer, ServerOptions(default_tokens=64), budget="4MiB") as server:
         context = browser.new_context(viewport=TALL, reduced_motion="reduce")
         context.add_init_script("localStorage.setItem('hybrid-memory.tour', '1')")
@@ -52,7 +52,7 @@ def told(language_model: Any, tokenizer: Tokenizer, browser: Any) -> Iterator[tu
 
 @pytest.fixture(scope="session")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The source of axe-core, from npm."""
+    """Return the source of axe-core, from npm."""
     if shutil.which("npm") is None:
         pytest.skip("there is no npm to take axe-core with")
     folder = tmp_path_factory.mktemp("axe")
@@ -68,7 +68,7 @@ def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def check(page: Any, axe: str) -> None:
-    """Fail for whatever is serious or critical."""
+    """Fail for every fault that axe calls serious or critical."""
     page.evaluate(axe)
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     grave = [one for one in found["violations"] if one["impact"] in ("serious", "critical")]

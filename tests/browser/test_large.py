@@ -1,4 +1,4 @@
-"""Thousands of messages and hundreds of conversations: no more is made of them than can be seen."""
+"""With thousands of messages and hundreds of conversations, the page makes only what can be seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory beside the conversation: live, only while it is seen, and readable when it is large."""
+"""The memory beside the conversation is live, drawn only while it is seen, and readable when it is large."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_ten_thousand_sequences_stay_readable(served: Served, make_page: MakePag
 def test_the_tour_tells_edits_branches_shows_and_fills(
     model: Slowed, tokenizer: Any, make_page: MakePage, request: pytest.FixtureRequest
 ) -> None:
-    """With a small budget, so that not all replies of the last step fit at once."""
+    """The budget is small, so that not all replies of the last step fit at once."""
     with serving(model, tokenizer, budget="2MiB", host_budget="64MiB") as server:
         page = make_page(server.url, tour=True)
         said = page.locator("#tour [role=status]")
@@ -110,7 +110,7 @@ def test_the_tour_tells_edits_branches_shows_and_fills(
 def test_the_tour_says_nothing_of_a_full_budget_that_is_not_full(
     model: Slowed, tokenizer: Any, make_page: MakePage
 ) -> None:
-    """On a phone, where the panel of the memory is behind a button and nothing is on the right."""
+    """On a phone, the panel of the memory is behind a button, and nothing is on the right."""
     with serving(model, tokenizer, budget="1GiB") as server:
         page = make_page(server.url, tour=True, size=PHONE)
         said = page.locator("#tour [role=status]")
@@ -142,7 +142,10 @@ def test_each_sentence_of_the_tour_has_its_condition(served: Served, make_page: 
 
 
 def test_an_icon_stands_for_one_action(served: Served, make_page: MakePage) -> None:
-    """What a button does is what its name begins with: "Delete" of a message and of a conversation is one action."""
+    """The first word of a button's name says what it does.
+
+    To delete a message and to delete a conversation is one action.
+    """
     page = make_page(served.url)
     say(page, CAT)
     found = page.evaluate(

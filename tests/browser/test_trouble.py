@@ -1,4 +1,4 @@
-"""What goes wrong is said in words, where it happened, and nothing is lost by it."""
+"""The page says in words what went wrong, where it happened, and loses nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTILE = {
 
 
 def test_two_pages_on_one_conversation(served: Served, make_page: MakePage) -> None:
-    """Both may write; each sees what the other has written when it is looked at again."""
+    """Both pages may write. Each shows what the other has written when it is looked at again."""
     one = make_page(served.url)
     say(one, CAT)
     two = make_page(one.url, context=one.context)
@@ -177,7 +177,7 @@ def test_a_reply_of_two_thousand_tokens(served: Served, make_page: MakePage) -> 
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_text_is_text(served: Served, make_page: MakePage, kind: str) -> None:
-    """As a message, as a reply, in the list, in the tree and as a title."""
+    """The text comes as a message, as a reply, in the list, in the tree and as a title."""
     page, text = make_page(served.url), HOSTILE[kind]
     say(page, CAT)
     act(bubbles(page).last, "Edit")

@@ -1,4 +1,4 @@
-"""Tokenizers of bytes with marks of their own, for chat templates of any family."""
+"""Makes tokenizers of bytes with marks of their own, for chat templates of any family."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 
 def make_byte_tokenizer(template: str, special: Sequence[str] = (), added: Sequence[str] = ()) -> Any:
-    """A tokenizer with a token for each byte, then special tokens, then others that were added. "<eos>" ends texts."""
+    """Return a tokenizer with a token for each byte, then special tokens, then other added ones. "<eos>" ends texts."""
     vocabulary = {sign: i for i, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""Models and the tokenizer that the tests of `chat` share."""
+"""Makes models and the tokenizer that the tests of `chat` share."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from tests.subjects import make_subject
 
 @pytest.fixture(scope="session", params=("toy-window", "jamba", "mamba"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
-    """Attention and recurrences, with and without a window, and recurrences alone; they have no tokenizer."""
+    """Return models with attention and recurrences, with and without a window, or with recurrences alone."""
     return make_subject(request.param, tmp_path_factory.mktemp(request.param)).model
 
 
 @pytest.fixture(scope="module")
 def single_thread() -> Iterator[None]:
-    """The model is tiny: threads gain nothing, and waiting for each other on a busy machine they lose a
-    factor of 50."""
+    """Compute with one thread, because the model is tiny.
+
+    Threads gain nothing. On a busy machine they wait for each other, which takes 50 times as long.
+    """
     n_torch, n_numba = torch.get_num_threads(), numba.get_num_threads()
     torch.set_num_threads(1)
     numba.set_num_threads(1)
@@ -39,12 +41,12 @@ def embedded() -> LanguageModel:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Tokenizer:
-    """Of the embedded model."""
+    """Return the tokenizer of the embedded model."""
     return load_tokenizer(EMBEDDED)
 
 
 @pytest.fixture(scope="session")
 def plain_server(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
-    """The embedded model behind HTTP, with nothing that is said otherwise."""
+    """Return a server of the embedded model with default options."""
     with running(embedded, tokenizer) as server:
         yield server

@@ -1,5 +1,6 @@
-"""What the tests of the engine share: models, memories that are poisoned, and the oracle, a sequence that decodes
-alone.
+"""Holds what the tests of the engine share: models, memories that are poisoned, and an oracle.
+
+The oracle is a sequence that decodes alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ GREEDY = Sampling()
 
 
 def scheduler_of(engine: Engine) -> Scheduler:
-    """Return what holds an engine's jobs, for what neither `load` nor a generation says: the one look inside it."""
+    """Return what holds an engine's jobs.
+
+    No other test helper looks inside of an engine: neither `load` nor a generation says this.
+    """
     return engine._scheduler
 
 
@@ -29,7 +33,7 @@ def make_memory(model: Any, budget: int | str = "4MiB", *, rollback_window: int 
 
 
 def make_engine(model: Any, budget: int | str = "4MiB", **options: Any) -> Engine:
-    """Without text, and with steps so small that prompts are cut, unless `options` say otherwise."""
+    """Return an engine without text. Its steps are so small that prompts are split, unless `options` say otherwise."""
     defaults: dict[str, Any] = {"tokenizer": None, "step_tokens": 24, "max_running": 6}
     return Engine(model, make_memory(model, budget), **(defaults | options))
 
@@ -41,7 +45,10 @@ def draw_prompt(generator: random.Random, n_tokens: int, vocab_size: int) -> lis
 def decode_alone(
     model: Any, prompt: list[int], max_tokens: int, sampling: Sampling = GREEDY, *, stop_ids: tuple[int, ...] = ()
 ) -> list[int]:
-    """What a sequence in a memory of its own says: the whole prompt in one step, then token by token."""
+    """Return what a sequence in a memory of its own says.
+
+    The whole prompt is fed in one step, then token by token.
+    """
     memory, sampler, ids = make_memory(model), Sampler(sampling, prompt), list[int]()
     sequence, new = memory.open(), prompt
     while len(ids) < max_tokens and not (ids and ids[-1] in stop_ids):
@@ -53,10 +60,10 @@ def decode_alone(
 
 
 def choose_alone(model: Any, prompt: list[int], said: list[int], sampling: Sampling) -> list[int]:
-    """What a sequence in a memory of its own would say after the prompt and after each of these tokens but the last,
-    read at once.
+    """Return what a sequence alone would choose after the prompt and after each of these tokens but the last.
 
-    As long as it agrees with what was said, it is what `decode_alone` returns, for one step instead of one a token.
+    It reads all of them at once, in a memory of its own. As long as the result agrees with the given tokens, it is what
+    `decode_alone` returns, for one step instead of one for each token.
     """
     if not said:
         return []
@@ -66,7 +73,7 @@ def choose_alone(model: Any, prompt: list[int], said: list[int], sampling: Sampl
 
 
 def private_bytes(model: Any, n_tokens: int) -> int:
-    """Bytes that a sequence of this length takes."""
+    """Return the bytes that a sequence of this length takes."""
     memory = make_memory(model)
     memory.run(model, {memory.open(): [0] * n_tokens}, max_tokens=16)
     return memory.usage().used_bytes
@@ -75,8 +82,9 @@ def private_bytes(model: Any, n_tokens: int) -> int:
 def run_checked(
     engine: Engine, before_step: Callable[[int], None] = lambda n: None, *, most_steps: int = 2000
 ) -> list[Generation]:
-    """Step until the engine is idle, and check the memory after every step; the generations in the order in which they
-    ended.
+    """Step until the engine is idle, and check the memory after every step.
+
+    Return the generations in the order in which they ended.
     """
     finished: list[Generation] = []
     for n in range(most_steps):
@@ -89,8 +97,9 @@ def run_checked(
 
 
 class Scripted:
-    """A model that says what it is told to, over memories that a real one uses: token i of the script follows prompt
-    and i tokens.
+    """Is a model that says what it is told to, over a real memory.
+
+    Token i of the script follows the prompt and i tokens.
 
     Attributes:
         fails: raise in the middle of the next step.

@@ -1,4 +1,4 @@
-"""Short chat templates of our own, which write calls and thoughts as the templates of families of models do."""
+"""Holds short chat templates of our own. They write calls and thoughts as the templates of model families do."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ _SPECIAL = re.compile(
 
 @cache
 def model(family: str, *, are_special: bool = True) -> tuple[Any, Habits]:
-    """A tokenizer with the template of a family, and what is found out of it.
+    """Return a tokenizer with the template of a family, and the habits that are found in the template.
 
     Args:
         are_special: whether the marks around calls are special tokens. Otherwise they are ordinary text.

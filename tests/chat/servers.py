@@ -1,4 +1,4 @@
-"""What the tests of the server share: a real one on a free port, models that wait or break, and a plain client."""
+"""Holds what the tests of the server share: a real server on a free port, models that wait or break, and a client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 120.0
 
 
 class Gated:
-    """Wraps a model: its steps wait until they may, and fail when they are told to.
+    """Wraps a model. Its steps wait until a test lets them run, and fail when they are told to.
 
     Attributes:
         n_begun: steps that have come to the gate: all that the ones before them brought is counted by then.
@@ -66,7 +66,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """What OpenAI's clients read of an error; it is complete or the test fails."""
+        """Return what OpenAI's clients read of an error. The test fails if a part is missing."""
         (name, error), *rest = self.json.items()
         assert name == "error" and not rest and error.keys() == {"message", "type", "param", "code"}
         assert isinstance(error["message"], str) and error["message"] and "Traceback" not in error["message"]
@@ -74,7 +74,7 @@ class Answer:
 
     @property
     def events(self) -> list[str]:
-        """Of a stream, without what frames them, and without comments."""
+        """Return the events of a stream, without frames and comments."""
         *lines, empty = self.body.decode().split("\n\n")
         lines = [line for line in lines if not line.startswith(":")]
         assert empty == "" and all(line.startswith("data: ") for line in lines)
@@ -83,7 +83,7 @@ class Answer:
 
 @dataclass
 class Running:
-    """A server that runs, and what is behind it."""
+    """Holds a server that runs, and what is behind it."""
 
     service: Service
     engine: Engine
@@ -105,7 +105,7 @@ class Running:
         return http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_SECONDS)
 
     def call(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> Answer:
-        """A request over a connection of its own. Anything but bytes and iterators of them is sent as JSON."""
+        """Send a request over a connection of its own. Anything but bytes and iterators of them is sent as JSON."""
         connection = self.connect()
         try:
             if isinstance(body, dict | list | str | int | float):
@@ -125,13 +125,13 @@ class Running:
         )
 
     def choice(self, **options: Any) -> dict[str, Any]:
-        """The only choice of a chat that is answered."""
+        """Return the only choice of a chat that was answered."""
         answer = self.chat(**options)
         assert answer.status == 200, answer.body
         return dict(answer.json["choices"][0])
 
     def metric(self, name: str) -> float:
-        """One line of /metrics; 0 if it is not there yet."""
+        """Return one line of /metrics, or 0 if it is not there yet."""
         lines = self.call("GET", "/metrics").body.decode().splitlines()
         return next(
             (float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == f"hybrid_memory_{name}"),
@@ -144,8 +144,9 @@ class Running:
             self.prefixes.clear()
 
     def settle(self) -> None:
-        """Everything has ended: no request, no generation, and nothing is left in the memory but what the prefix cache
-        holds.
+        """Wait until everything has ended.
+
+        Then there is no request and no generation, and the memory holds only what the prefix cache holds.
         """
         wait_until(lambda: self.engine.is_idle)
         with self.engine.lock:
@@ -168,8 +169,9 @@ def running(
     model: Any, tokenizer: Tokenizer, options: ServerOptions | None = None, *, budget: str = "64MiB",
     saved: Path | None = None, **engine: Any,
 ) -> Iterator[Running]:  # fmt: skip
-    """A server in a thread, with the prefixes that were saved. In the end it is told to stop, and then nothing may be
-    left.
+    """Run a server in a thread, with the prefixes that were saved.
+
+    In the end the server is told to stop, and then nothing may be left.
     """
     memory = HybridMemory(model.memory_spec, budget, poison=True)
     prefixes = PrefixCache(memory, grid_tokens=64)

@@ -1,7 +1,7 @@
-"""Clients who mean ill, as a program of its own: `python siege.py PORT N_HEADS N_TRICKLING N_LARGE`.
+"""Hostile clients, as a program of its own: `python siege.py PORT N_HEADS N_TRICKLING N_LARGE`.
 
-Each keeps at it: half-sent heads and trickling bodies begin anew when they are cut off, large bodies are sent again
-after a pause. How each large body was answered goes to stdout, a status in a line.
+Each repeats its attack. Half-sent heads and trickling bodies begin anew when they are cut off, and large bodies are
+sent again after a pause. For each large body, a line with the status of its answer goes to stdout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def exchange(port: int, sent: bytes) -> tuple[int, bytes]:
 
 
 async def keep(work: Callable[[], Awaitable[None]]) -> None:
-    """Do it again and again, whatever becomes of the connection."""
+    """Do it again and again, whatever happens to the connection."""
     while True:
         with suppress(OSError, IndexError):
             await work()
@@ -61,7 +61,7 @@ async def hold(port: int, sent: bytes, piece: bytes) -> None:
 
 
 async def besiege(port: int, n_heads: int, n_trickling: int, n_large: int) -> None:
-    """Until somebody ends it. How each large body was answered goes to stdout."""
+    """Attack until somebody ends the process. For each large body, a line with its status goes to stdout."""
     bodies = [post(json.dumps(body).encode()) for body in LARGE]
 
     async def send_large(i: int) -> None:

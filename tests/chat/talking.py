@@ -1,6 +1,4 @@
-"""What the tests of sessions and templates share: models that read the embedded tokenizer's tokens, counted, and told
-what to say.
-"""
+"""Holds what tests of sessions and templates share: models that count what they compute and say what they are told."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ _VOCAB = 932
 
 
 def load_talker(name: str, folder: Path) -> Any:
-    """The embedded model, or a random one of attention alone, of Mamba alone, or of both."""
+    """Return the embedded model, or a random one of attention alone, of Mamba alone, or of both."""
     if name == "embedded":
         return load_model("embedded")
     make = {"llama": llama_config, "mamba": mamba_config, "jamba": jamba_config}[name]
@@ -37,7 +35,7 @@ def load_talker(name: str, folder: Path) -> Any:
 
 
 class Counted:
-    """A model that keeps count of what it computes.
+    """Is a model that counts what it computes.
 
     Attributes:
         n_fed: tokens that it computed.
@@ -74,7 +72,7 @@ class Counted:
         return logits
 
     def say(self, token_ids: list[int], at: int) -> None:
-        """From now on, these stand at position `at` and behind it."""
+        """Let the model say these tokens from position `at` on."""
         self.says = {at + i: token for i, token in enumerate(token_ids)}
 
 
@@ -87,7 +85,7 @@ def make_engine(
 
 
 def decode_fresh(model: Any, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...]) -> list[int]:
-    """What the model says greedily when it reads all of this for the first time, in a memory of its own."""
+    """Return what the model says greedily when it reads all of this for the first time, in a memory of its own."""
     memory, ids, new = HybridMemory(model.memory_spec, "8MiB", poison=True), list[int](), prompt
     sequence = memory.open()
     while len(ids) < max_tokens and not (ids and ids[-1] in stop_ids):

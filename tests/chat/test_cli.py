@@ -1,4 +1,4 @@
-"""The command line: what it prints, how it fails, and that its memory holds what the chat template renders."""
+"""The tests run the command line: its output, its errors, and that its memory holds what the chat template renders."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ REPLIES = ["Okay, noted.", "You have not told me that."]
 pytestmark = pytest.mark.usefixtures("single_thread")
 
 
-# generate
+# The tests below run `generate`.
 
 
 def test_several_prompts_print_their_replies_in_order() -> None:
@@ -157,7 +157,7 @@ def test_usage_errors(arguments: list[str], word: str) -> None:
     assert f"--{word}" in result.stderr and "Traceback" not in result.stderr
 
 
-# Templates
+# The tests below are about templates.
 
 
 def test_a_template_that_rewrites_history_is_refused(tokenizer: Tokenizer) -> None:
@@ -174,14 +174,14 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer: Tokenizer) -> No
         encode_prompt(copy, "hello", is_chat=True)
 
 
-# Conversations and the demo
+# The tests below are about conversations and the demo.
 
 
 @pytest.mark.parametrize("max_reply_tokens", [32, 3])
 def test_the_memory_holds_what_the_chat_template_renders(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, max_reply_tokens: int
 ) -> None:
-    """Even where replies are cut short."""
+    """This also holds if replies are cut short."""
     monkeypatch.setattr("hybridmem.chat.simulation.conversation.MAX_REPLY_TOKENS", max_reply_tokens)
     memory = HybridMemory(embedded.memory_spec, "64MiB", poison=True)
     users = [Conversation(f"user {i}", memory.open()) for i in range(3)]
@@ -231,7 +231,7 @@ def test_a_wrong_answer_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rollback_that_does_nothing_fails_the_demo(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The demo looks at what the memory really did, not at what it was asked to do."""
+    """The demo checks what the memory really did, not what it was asked to do."""
     monkeypatch.setattr(HybridMemory, "rollback", lambda self, sequence, to: None)
     report = run_demo(embedded, tokenizer, n_users=2, n_turns=3)
     assert not report.is_ok
@@ -246,7 +246,7 @@ def test_the_demo_refuses_what_cannot_work(embedded: LanguageModel) -> None:
         run_demo(embedded, bare)
 
 
-# warmup
+# The tests below run `warmup`.
 
 
 def test_warmup_says_that_it_is_done() -> None:

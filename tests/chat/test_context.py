@@ -1,4 +1,4 @@
-"""A prompt and its reply end where the model's context does, in the engine, in chats and on the command line."""
+"""A prompt and its reply end at the model's context, in the engine, in chats and on the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_engine(context_tokens: int | None = None, named: int | None = 40) -> En
 
 
 def test_a_reply_ends_with_the_context() -> None:
-    """Also behind a sequence that is there, and for each of several choices."""
+    """This also holds for a reply that continues a sequence, and for each of several choices."""
     engine = make_engine()
     whole, one = engine.submit([1] * 30, max_tokens=100, keeps_sequence=True), engine.submit([1] * 39, max_tokens=100)
     choices = engine.submit_choices([1] * 35, [Sampling(), Sampling()], max_tokens=100)

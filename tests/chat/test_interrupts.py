@@ -1,5 +1,6 @@
-"""A Ctrl-C or a timeout anywhere in a batch, a search, an engine or a chat: no token is lost or fed twice, and no
-sequence is left behind.
+"""A Ctrl-C or a timeout comes anywhere in a batch, a search, an engine or a chat.
+
+No token is lost or fed twice, and no sequence is left behind.
 """
 
 from __future__ import annotations
@@ -42,12 +43,15 @@ STOP = 2
 
 @pytest.fixture(params=list(HANDLERS)[: pick(1, 2)], ids=lambda number: signal.Signals(number).name)
 def number(request: pytest.FixtureRequest) -> int:
-    """The signal that comes: Ctrl-C, and the end of a time limit."""
+    """Return the signal that comes: that of Ctrl-C, or of the end of a time limit."""
     return int(request.param)
 
 
 class Counting:
-    """A model without layers, for memories without tensors: what it says follows from each token and its position."""
+    """Is a model without layers, for memories without tensors.
+
+    What it says follows from each token and its position.
+    """
 
     def __init__(self, vocab_size: int = 19, ends: tuple[int, ...] = ()) -> None:
         recurrent = RecurrentSpec("average", (5,), (StateTensor("mean", (5,)),))
@@ -73,7 +77,7 @@ def assert_nothing_left(memory: HybridMemory) -> None:
     assert not usage.by_sequence and usage.used_bytes == 0
 
 
-# Speculative decoding
+# The tests below interrupt speculative decoding.
 
 PROMPTS = [[4, 5, 6, 7, 4, 5, 6], [9]]
 
@@ -82,7 +86,10 @@ PROMPTS = [[4, 5, 6, 7, 4, 5, 6], [9]]
     ("n_steps", "drafter", "step_tokens"), [(0, "lookup", 3), (0, "lookup", 512), (2, "lookup", 512), (2, "model", 512)]
 )
 def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_tokens: int, number: int) -> None:
-    """Its tokens are returned once, and fed once, whether the interrupted step had come to its commit or not."""
+    """Its tokens are returned once, and fed once.
+
+    This holds whether the interrupted step had committed or not.
+    """
     model = Counting()
 
     def attempt() -> Attempt:
@@ -139,7 +146,7 @@ def test_logits_that_say_nothing_leave_the_step_as_it_was() -> None:
         assert sequence.length == 0
 
 
-# Beams
+# The tests below interrupt beams.
 
 
 @pytest.mark.parametrize("search", ["beams", "n best"])
@@ -159,7 +166,7 @@ def test_an_interrupted_search_leaves_no_sequence(search: str, number: int) -> N
     try_places(attempt, 8, edges=("chat/decoding/beams.py",), number=number)
 
 
-# The engine
+# The tests below interrupt the engine.
 
 
 def make_engine(model: Counting, tokenizer: Tokenizer | None = None) -> Engine:
@@ -210,7 +217,7 @@ def test_an_interrupted_engine_goes_on(what: str, number: int) -> None:
     try_places(attempt, 12, number=number)
 
 
-# Chats
+# The tests below interrupt chats.
 
 CALLS: dict[str, Callable[[ChatSession], Any]] = {
     "say": lambda session: session.say("And you?"),

@@ -1,4 +1,7 @@
-"""Tokens are those of a checkpoint's own file, and a reply ends wherever anything of the checkpoint says so."""
+"""A prompt's tokens are those of the checkpoint's own file.
+
+A reply ends at every token that the checkpoint names as an end.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def test_a_template_that_names_no_end_adds_none(template: str | None) -> None:
 
 @pytest.mark.parametrize("of_class", ["GPTNeoXTokenizer", "GemmaTokenizer", "Qwen2Tokenizer"])
 def test_the_tokenizers_file_counts_and_not_the_class_that_a_config_names(of_class: str, tmp_path: Path) -> None:
-    """The first two classes of transformers would put a pre-tokenizer of their own in the file's place."""
+    """The first two classes of transformers would replace the pre-tokenizer of the file by one of their own."""
     written = json.loads((EMBEDDED / "tokenizer.json").read_text())
     digits = {"type": "Split", "pattern": {"Regex": r"\d{1,2}"}, "behavior": "Isolated", "invert": False}
     bytes_alone = written["pre_tokenizer"] | {"use_regex": False}

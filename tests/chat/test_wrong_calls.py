@@ -1,5 +1,6 @@
-"""What a beginner does wrong with models and chats: every call is refused by an error that names the value and the way
-out, or meant.
+"""A beginner makes wrong calls of models and chats.
+
+Each is refused by an error that names the value and the remedy, unless the call has a meaning.
 """
 
 from __future__ import annotations

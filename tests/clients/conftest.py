@@ -110,7 +110,7 @@ def _wait_for(server: subprocess.Popen[bytes], log: Path) -> str:
 
 @pytest.fixture(scope="session")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[scripts.ScriptedServer]:
-    """A server whose replies the users prescribe."""
+    """Return a server whose replies the users prescribe."""
     server = scripts.ScriptedServer(tmp_path_factory.mktemp("scripted"))
     server.start()
     yield server
@@ -119,7 +119,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[scripts.Scrip
 
 @pytest.fixture(autouse=True)
 def environment(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What clients read when they are told nothing; nothing of theirs is written outside of the test's folder."""
+    """Return the environment of a client without settings. Clients write nothing outside of the test's folder."""
     for name, value in {
         "OPENAI_API_KEY": KEY, "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "LLM_USER_PATH": str(tmp_path),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",

@@ -32,12 +32,12 @@ OTHER_WORDS = "My dog is called Rex, and I have a horse as well."
 
 
 def environment() -> dict[str, str]:
-    """The environment of a server, which refuses variables that name no option of it."""
+    """Return the environment of a server. The server refuses variables that name no option of it."""
     return {name: value for name, value in os.environ.items() if name != "HYBRID_MEMORY_PYTHON"}
 
 
 def program(name: str) -> Path:
-    """The program of this name; its test is skipped if it is not there."""
+    """Return the program of this name. The test is skipped if it is not installed."""
     path = NODE / "node_modules" / ".bin" / name
     if not path.exists():
         pytest.skip(f"{name} is not in {NODE}: see tests/clients/scripts.py")
@@ -58,7 +58,7 @@ LOOKS = (
 
 
 def steps(tool: str, argument: str, **more: object) -> str:
-    """A user's message after which two tools are called, and then something is said."""
+    """Return a user's message after which two tools are called, and then something is said."""
     commands = [{argument: f"echo {word}-$((40 + 2))", **more} for word in ("one", "two")]
     calls = [{"name": tool, "arguments": arguments} for arguments in commands]
     return "Do it. " + " ".join(f"[[CALL {json.dumps(call)}]]" for call in calls) + " [[SAY All is done.]]"
@@ -103,13 +103,13 @@ class ScriptedServer:
         return f"http://127.0.0.1:{self.port}"
 
     def requests(self) -> list[dict[str, int]]:
-        """The requests so far that had a prompt, by the access log: their tokens, and those that were cached."""
+        """Return the requests so far that had a prompt, by the access log: their tokens, and those that were cached."""
         lines = (self.folder / "log.txt").read_text().split("\n")
         found = [json.loads(line) for line in lines if line.startswith("{") and "prompt_tokens" in line]
         return [{name: each[name] for name in ("status", "prompt_tokens", "cached_tokens")} for each in found]
 
     def wait_until_idle(self) -> None:
-        """No generation goes on."""
+        """Wait until no generation is in progress."""
         end = time.monotonic() + _SECONDS
         while self._n_generations():
             assert time.monotonic() < end, "a generation goes on"
@@ -129,7 +129,7 @@ class ScriptedServer:
 
 
 def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
-    """What a program prints; it must not fail."""
+    """Return what a program prints. It must not fail."""
     done = subprocess.run(
         command, cwd=folder, env=os.environ | env | {"PWD": str(folder)}, stdin=subprocess.DEVNULL, capture_output=True,
         text=True, timeout=_SECONDS, check=False,
@@ -139,7 +139,10 @@ def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
 
 
 def run_script(name: str, package: str, server: ScriptedServer) -> str:
-    """What a script for Node prints, which imports packages of `NODE`. It gets the server's URL, and `LOOKS`."""
+    """Return what a script for Node prints, which imports packages of `NODE`.
+
+    The script gets the server's URL, and `LOOKS`.
+    """
     node = shutil.which("node")
     if node is None or not version_of(package):
         pytest.skip(f"node or {package} is not there: see tests/clients/scripts.py")
@@ -149,7 +152,7 @@ def run_script(name: str, package: str, server: ScriptedServer) -> str:
 
 
 def cancel(command: list[str], folder: Path, env: dict[str, str], server: ScriptedServer) -> None:
-    """Start a program, and end it while the server writes its reply; nothing of it goes on."""
+    """Start a program, and end it while the server writes its reply. Then no generation of it is left."""
     server.wait_until_idle()
     with subprocess.Popen(
         command, cwd=folder, env=os.environ | env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,

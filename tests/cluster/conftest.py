@@ -1,4 +1,4 @@
-"""The embedded model, loaded once."""
+"""The embedded model is loaded once."""
 
 from __future__ import annotations
 

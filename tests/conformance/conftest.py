@@ -1,5 +1,7 @@
-"""A part of every product of a test's parameters with the subjects, unless CONFORMANCE=full, or a test is asked for by
-its whole name. One promise is tested once: models run what a model can break, and toys what only a memory can.
+"""Chooses a part of the products of tests' parameters with subjects.
+
+All of them run with CONFORMANCE=full, or if a test is named in full. Each promise is tested once: models run what a
+model can break, and toys run what only a memory can break.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ the other tests between them, every second subject each; which half it is differ
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each test meets each subject of which it can say more than of others."""
+    """Let each test meet the subjects about which it can say more than about others."""
     if "subject" in metafunc.fixturenames:
         test = metafunc.function.__name__
         is_whole = is_everything(metafunc.config) or test in _OF_ALL
@@ -63,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """Each model that the conformance suite runs on."""
+    """Return each model on which the conformance suite runs."""
     return make_subject(request.param, tmp_path_factory.mktemp(request.param))
 
 
@@ -85,12 +87,11 @@ def is_ours(item: pytest.Item) -> bool:
 
 
 def is_chosen(item: pytest.Item) -> bool:
-    """Whether a combination of a test's own parameters is in the part that the subject meets.
+    """Return whether a combination of a test's own parameters is in the part that the subject meets.
 
-    That part is evenly spread, from another one on for each subject and for tests of other names.
-
-    So each combination meets some subjects in each test: one of the six sizes of the window, in the long form two,
-    meets each subject in `test_any_window_reaches_that_far`.
+    That part is evenly spread, and begins elsewhere for each subject and for tests of other names. So each combination
+    meets some subjects in each test. For example, in `test_any_window_reaches_that_far` each subject meets one of the
+    six window sizes, and two in the long form.
     """
     subject, test = item.callspec.params["subject"], item.originalname  # type: ignore[attr-defined]
     if "promise" in item.callspec.params and subject in _EACH_KIND | _OF_PLUGINS:  # type: ignore[attr-defined]

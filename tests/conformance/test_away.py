@@ -1,5 +1,6 @@
-"""What leaves the arena comes back bit for bit: swapped to host memory or to a file, or saved by one memory and loaded
-by another.
+"""What leaves the arena comes back bit for bit.
+
+It is swapped to host memory or to a file, or saved by one memory and loaded by another.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ NEXT = ([3, 1, 4], [1], [9, 2, 6, 5, 3, 5, 8])
 
 
 def grown(subject: Subject, memory: HybridMemory) -> Sequence:
-    """A sequence that has fed, forgotten and fed again: what it holds is not what a prompt alone would leave."""
+    """Return a sequence that was fed, rolled back and fed again.
+
+    It holds something else than a prompt alone would leave.
+    """
     sequence = memory.open()
     subject.feed(memory, sequence, [subject.tokens(PROMPT), *([t] for t in subject.tokens(3, seed=1))])
     memory.rollback(sequence, to=PROMPT + 2)
@@ -29,7 +33,7 @@ def grown(subject: Subject, memory: HybridMemory) -> Sequence:
 
 
 def go_on(subject: Subject, memory: HybridMemory, sequence: Sequence) -> torch.Tensor:
-    """Outputs of a rollback into the tail that came back, and of what follows."""
+    """Return outputs after a rollback into the tail that came back, and of the next tokens."""
     memory.rollback(sequence, to=sequence.length - 3)
     return subject.feed(memory, sequence, NEXT)
 
@@ -113,8 +117,9 @@ def test_a_saved_sequence_goes_on_in_another_memory(subject: Subject, tmp_path: 
 
 
 def left_by_others(subject: Subject, memory: HybridMemory, seed: int) -> Sequence:
-    """A sequence in blocks that others have left, which has taken tokens back: its own are the same for every `seed`,
-    all else differs.
+    """Return a sequence that has taken tokens back, in blocks that others have left.
+
+    Its own tokens are the same for every `seed`, and all else differs.
     """
     arena_bytes(memory).fill_(seed)
     for stranger, n_tokens in [(memory.open(), n) for n in (PROMPT, 9)]:
@@ -133,7 +138,10 @@ def left_by_others(subject: Subject, memory: HybridMemory, seed: int) -> Sequenc
 
 
 def test_files_hold_nothing_of_others_and_nothing_that_was_taken_back(subject: Subject, tmp_path: Path) -> None:
-    """Every byte is one that a sequence leaves which had other neighbours, and took other tokens back."""
+    """A sequence with other neighbours, which took other tokens back, leaves the same bytes.
+
+    So no byte comes from either.
+    """
     files = []
     for seed in (0xA5, 0x3C):
         memory = HybridMemory(
@@ -155,7 +163,10 @@ def test_files_hold_nothing_of_others_and_nothing_that_was_taken_back(subject: S
 
 
 def test_files_of_families_hold_nothing_of_others_either(subject: Subject, tmp_path: Path) -> None:
-    """Rows of a block are those of all who hold it in the file, and of nobody else: not of a sequence left out."""
+    """The rows of a block are those of all members of the file that hold it, and of no others.
+
+    A sequence that is left out leaves no rows.
+    """
     files = []
     for seed in (0xA5, 0x3C):
         options = {"rollback_window": WINDOW, "page_tokens": 4, "fold": subject.fold}

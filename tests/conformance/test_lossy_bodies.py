@@ -1,7 +1,7 @@
-"""Invariant 4 where bodies keep some rows, or few bits of them: every policy and storage, whatever way it goes back.
+"""Invariant 4 holds for every policy and storage, where bodies keep some rows, or rows in few bits.
 
-What a sequence has seen beyond the length to which it returned must not be seen: not the tokens, and not what folded
-because of them. `CONFORMANCE=kinds` runs every window with every cut and all distances.
+A sequence that went further and returned must not see what came later: neither the tokens, nor what folded because of
+them. `CONFORMANCE=kinds` runs every window with every cut and all distances.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CUTS: tuple[tuple[int, ...], ...] = ((1,), (3, 1, 6), (17, 2))
 
 @dataclass(frozen=True)
 class LargestKeys(EvictionPolicy):
-    """A policy as users write them: not a word of rollbacks."""
+    """Is a policy as users write them. It says nothing of rollbacks."""
 
     def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
         return rows.keys.float().amax(-1)
@@ -70,7 +70,10 @@ WAYS = ("rollback", "decode", "fork", "accept", "checkpoint")
 
 
 def go_and_return(toy: Toy, memory: HybridMemory, sequences: list[Sequence]) -> list[Sequence]:
-    """Each sequence, or a fork of it, as it was, after it has gone further: the nth in the nth of many ways."""
+    """Let each sequence go further, and return it, or a fork of it, as it was.
+
+    The n-th sequence takes the n-th of many ways.
+    """
     window, found = memory.rollback_window, list[Sequence]()
     lengths, further = [sequence.length for sequence in sequences], dict[Sequence, list[list[int]]]()
     marks, ways = dict[Sequence, Checkpoint](), way_of(len(sequences), window)
@@ -88,7 +91,8 @@ def go_and_return(toy: Toy, memory: HybridMemory, sequences: list[Sequence]) -> 
             further[sequence] = cut(text(n_further, i), (1,) if way == "decode" else (n_further,))
     feed_together(toy, memory, further)
     for sequence, way, length in zip(sequences, ways, lengths, strict=True):
-        if way == "fork":  # At the furthest position, the sequence becomes another one, by way of host memory.
+        # At the furthest position, a fork that was swapped out and in takes the place of the sequence.
+        if way == "fork":
             sequence = memory.fork(sequence)
             memory.swap_out(sequence)
             memory.swap_in(sequence)
@@ -107,7 +111,10 @@ def way_of(n_sequences: int, window: int) -> list[str]:
 def test_what_a_sequence_returned_from_is_not_seen(
     policy: str, storage: str, window: int, sizes: tuple[int, ...]
 ) -> None:
-    """Sequences of many lengths that went further and came back, beside as many that did not: equal bits."""
+    """Sequences of many lengths went further and came back, beside as many that did not.
+
+    Both give equal bits.
+    """
     toy = Toy(recurrent=False)
     chosen = POLICIES.get(policy) or LargestKeys(9, every=4)
     subject = Subject(policy, "keep", toy, True, chosen, STORAGES[storage])
@@ -126,5 +133,5 @@ def test_what_a_sequence_returned_from_is_not_seen(
     assert float(found[twins[0]].std()) > 1
     for back, twin, tokens in zip(returned, twins, accepted, strict=True):
         assert back.tokens.tolist() == twin.tokens.tolist()
-        # what was accepted is a part of a chunk here, and a decode there: the same to rounding
+        # Accepted tokens were a part of a chunk here, and are decoded there. So they are the same to rounding.
         subject.assert_same(found[back], found[twin], bits=not tokens)

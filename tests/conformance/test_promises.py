@@ -1,4 +1,4 @@
-"""The promises of `memory.testing`, on every subject: the kit is for any memory, and this one comes first."""
+"""The promises of `memory.testing` hold for every subject. The kit checks any memory, and ours comes first."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class InjectedError(Exception):
 
 
 def test_every_distance_at_once(subject: Subject) -> None:
-    """Sequences and forks of them, side by side in every step, each of which went back by another distance."""
+    """Sequences and forks of them are side by side in every step. Each went back by another distance."""
     prompt = subject.tokens(PROMPT)
     memory = subject.memory(WINDOW, budget="8MiB")
     firsts = {k: memory.open() for k in range(1, WINDOW + 1)}
@@ -43,7 +43,7 @@ def test_every_distance_at_once(subject: Subject) -> None:
 
 
 def test_abort(subject: Subject) -> None:
-    """Again and again, of steps of any length, before and after the model."""
+    """Steps of any length are aborted many times, before and after the model."""
     prompt = subject.tokens(PROMPT)
     memory = subject.memory(WINDOW)
     sequence, bystander = memory.open(), memory.open()
@@ -67,7 +67,7 @@ def test_abort(subject: Subject) -> None:
 
 
 def test_accept_some_drafts(subject: Subject) -> None:
-    """Any number of them, all in one step, beside one that feeds its prompt."""
+    """All numbers of accepted drafts are in one step, beside a sequence that feeds its prompt."""
     prompt, drafts = subject.tokens(PROMPT), subject.tokens(WINDOW, seed=1)
     memory = subject.memory(WINDOW, budget="8MiB")
     sequences, other = {n: memory.open() for n in range(WINDOW + 1)}, memory.open()
@@ -86,7 +86,10 @@ def test_accept_some_drafts(subject: Subject) -> None:
 
 
 def test_speculative_rounds(subject: Subject) -> None:
-    """Round after round of drafts, each partly accepted: the tail is rewound while the body moves on beneath it."""
+    """Each of many rounds of drafts is accepted in part.
+
+    The tail is rewound while the body moves on.
+    """
     memory = subject.memory(WINDOW)
     sequence = memory.open()
     tokens = subject.tokens(3)
@@ -130,7 +133,10 @@ def test_any_window_reaches_that_far(subject: Subject, window: int) -> None:
 
 
 def test_out_of_reach(subject: Subject) -> None:
-    """Beyond the window: an error that names the nearest reachable position, and nothing has changed."""
+    """The position is beyond the window.
+
+    An error names the nearest reachable position, and nothing has changed.
+    """
     tokens = subject.tokens(60)
     memory = subject.memory(WINDOW)
     sequence = memory.open()
@@ -170,7 +176,7 @@ def test_accept_beyond_the_window_is_refused(subject: Subject) -> None:
 
 
 def test_checkpoint_at_any_distance(subject: Subject) -> None:
-    """Again and again, from near and far."""
+    """The sequence returns many times, from near and far."""
     prompt = subject.tokens(PROMPT)
     memory = subject.memory(WINDOW)
     sequence = memory.open()
@@ -204,7 +210,10 @@ def test_positions_below_a_checkpoint_are_reachable_through_it(subject: Subject)
 
 
 def test_a_checkpoint_holds_its_own_position_alone(subject: Subject) -> None:
-    """Unless it is told to hold the tail; where there is no state at its position, it holds the tail all the same."""
+    """It holds its tail only if it is told to.
+
+    If there is no state at its position, it also holds the tail.
+    """
     memory = subject.memory(WINDOW)
     sequence = memory.open()
     subject.feed(memory, sequence, [subject.tokens(40)])
@@ -217,7 +226,10 @@ def test_a_checkpoint_holds_its_own_position_alone(subject: Subject) -> None:
 
 
 def test_a_checkpoint_of_other_tokens_is_no_help_for_a_position(subject: Subject) -> None:
-    """A checkpoint whose tokens have since been replaced may be returned to by name, never by position."""
+    """The tokens of the checkpoint have since been replaced.
+
+    A rollback may return to the checkpoint by its handle, but never by position.
+    """
     tokens = subject.tokens(100)
     memory = subject.memory(WINDOW)
     sequence = memory.open()
@@ -253,7 +265,10 @@ def test_checkpoints_are_not_advanced(subject: Subject) -> None:
 
 
 def test_a_rollback_touches_no_byte(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It copies no tensor and runs no layer: with every way to a byte cut off, it still works."""
+    """A rollback copies no tensor and runs no layer.
+
+    It still works when every way to a byte is cut off.
+    """
     from hybridmem.memory.blocks.store import Store
 
     memory = subject.memory(WINDOW)

@@ -1,4 +1,4 @@
-"""Many sequences: order, isolation, forks, reordering, capacity, and all or nothing."""
+"""The tests are about many sequences: order, isolation, forks, reordering, capacity, and failures of steps."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def test_every_split_of_a_prompt_equals_one_shot(subject: Subject) -> None:
 
 
 def test_64_sequences_shuffled_equal_each_alone(subject: Subject) -> None:
-    """Mixed lengths, prompts beside single tokens, another order at every step; row i is request i's.
+    """Sequences have mixed lengths, prompts run beside single tokens, and the order changes at every step.
 
-    Each text is there four times, cut in the same way and fed beside others, so that a lossy subject too needs an
-    oracle a text.
+    Row i belongs to request i. Each text is there four times, cut in the same way and fed beside others, so that a
+    lossy subject needs one oracle for each text.
     """
     rng = random.Random(0)
     histories = 4 * [subject.tokens(n, seed=i) for i, n in enumerate(4 * (1, 5, 17, 26))]
@@ -90,7 +90,10 @@ def test_last_rows_are_the_last_of_all_rows(subject: Subject) -> None:
 
 
 def test_forks_of_a_long_sequence_cost_a_tail_a_head_and_a_page(subject: Subject) -> None:
-    """Even after each fork has gone on by a token of its own; by `usage` and by the arena's own count."""
+    """Each fork has taken a token of its own.
+
+    The bytes are those of `usage` and of the arena's own count.
+    """
     memory = subject.memory(WINDOW, budget="8MiB", page_tokens=subject.page_tokens)
     sequence = memory.open()
     memory.run(subject.model, {sequence: subject.tokens(256)})
@@ -129,11 +132,11 @@ def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:
         subject.assert_same(logits[i : i + 1], subject.fresh(steps, WINDOW)[-1:])
 
 
-# Capacity
+# The tests below are about capacity.
 
 
 def bytes_of(subject: Subject, n_sequences: int, n_tokens: int) -> int:
-    """What so many sequences take, and a tenth more, but no less than a memory is made with."""
+    """Return what so many sequences take, and a tenth more, but no less than a memory needs to be made."""
     plan = HybridMemory(subject.spec, "1GiB", rollback_window=4, page_tokens=4, fold=subject.fold, device="meta")
     plan.run(None, {plan.open(): [1] * n_tokens for _ in range(n_sequences)})
     least = plan_sequence(subject.spec, 1, page_tokens=4, rollback_window=4, fold=subject.fold).least_bytes
@@ -185,11 +188,14 @@ def test_the_split_follows_demand(subject: Subject) -> None:
     assert usage.padding_bytes == 0
 
 
-# run
+# The tests below are about `run`.
 
 
 def test_run_gives_what_one_step_would(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever fits into a step. Where how tokens are cut matters, it gives what steps of GRID_TOKENS would."""
+    """The prompt fits into a step.
+
+    If the split of tokens into steps matters, `run` gives what steps of GRID_TOKENS would.
+    """
     monkeypatch.setattr(chunks, "GRID_TOKENS", 8)
     requests = [subject.tokens(n, seed=n) for n in (20, 1, 9, 2, 1)]
     memory = subject.memory(WINDOW)
@@ -211,7 +217,10 @@ def test_run_gives_what_one_step_would(subject: Subject, monkeypatch: pytest.Mon
 
 
 def test_run_goes_on_from_the_middle_of_a_cell(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that is fed in two runs: the second is cut at the same positions as it would be alone or in company."""
+    """A text is fed in two runs.
+
+    The second run is cut at the same positions as it would be alone or beside others.
+    """
     if not subject.is_lossy:
         pytest.skip("how tokens are cut makes no difference")
     monkeypatch.setattr(chunks, "GRID_TOKENS", 8)
@@ -234,7 +243,10 @@ def test_run_goes_on_from_the_middle_of_a_cell(subject: Subject, monkeypatch: py
 
 
 def test_run_is_all_or_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model fails in the fifth chunk: every sequence, whole chunks done or not, is as it was."""
+    """The model fails in the fifth chunk.
+
+    Every sequence is as it was, even one whose chunks were all done.
+    """
     monkeypatch.setattr(chunks, "GRID_TOKENS", 16)
     memory = subject.memory(WINDOW)
     old, new = memory.open(), memory.open()
@@ -290,7 +302,7 @@ def test_a_busy_sequence_is_left_alone(subject: Subject) -> None:
 
 
 def test_two_steps_open_at_once_on_two_forks(subject: Subject) -> None:
-    """Both want to append to the same shared page and the same shared tail."""
+    """Both steps want to append to the same shared page and the same shared tail."""
     prompt = subject.tokens(21)
     memory = subject.memory(WINDOW)
     first = memory.open()
@@ -321,7 +333,10 @@ def test_an_interrupt_is_an_abort(subject: Subject) -> None:
 
 
 def test_fragments_never_lose_a_byte(subject: Subject) -> None:
-    """A small budget, many sequences of all lengths opened and closed at random: refusals change nothing."""
+    """In a small budget, many sequences of all lengths are opened and closed at random.
+
+    Refusals change nothing.
+    """
     rng = random.Random(1)
     spec = subject.spec
     budget = bytes_of(subject, n_sequences=5, n_tokens=300)

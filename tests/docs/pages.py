@@ -1,4 +1,4 @@
-"""The pages that people read, and the blocks of code in them."""
+"""Reads the pages for people, and the blocks of code in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OUTPUT = "output"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block; `line` is its first line of code in the page, from 1."""
+    """Holds a fenced block. `line` is its first line of code in the page, counted from 1."""
 
     language: str
     title: str
@@ -30,7 +30,10 @@ def name_of(page: Path) -> str:
 
 
 def read_blocks(page: Path) -> list[Block]:
-    """All of a page's blocks. Raises ValueError if a fence was not understood: what nobody reads, nobody checks."""
+    """Return all blocks of a page.
+
+    Raises ValueError if a fence was not understood, because an unread block would not be checked.
+    """
     text = page.read_text(encoding="utf-8")
     found = [Block(m[1], m[2] or "", m[3], text.count("\n", 0, m.start(3)) + 1) for m in _FENCE.finditer(text)]
     if 2 * len(found) != text.count("```"):
@@ -39,5 +42,5 @@ def read_blocks(page: Path) -> list[Block]:
 
 
 def read_prose(page: Path) -> str:
-    """A page without its blocks."""
+    """Return a page without its blocks."""
     return _FENCE.sub("", page.read_text(encoding="utf-8"))

@@ -1,5 +1,7 @@
-"""What the README and the docs show is so:
-Python runs and prints what they say, commands and files exist, JSON parses."""
+"""What the README and the docs show is true.
+
+Python code runs and prints what the page says, commands and files exist, and JSON parses.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,10 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder to write to, one embedded model for all pages, and no family that a page has registered left behind."""
+    """Return a folder to write to, and load one embedded model for all pages.
+
+    A family that a page has registered is removed.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(models, "load_model", load_once)
     families = dict(FAMILIES)
@@ -70,9 +75,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 @pytest.mark.parametrize("page", one_in(4, WITH_PYTHON), ids=name_of)
 @pytest.mark.usefixtures("workplace")
 def test_python_runs(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The blocks of a page are one program. Whoever talks to a server at its usual port gets one on a free port.
+    """The blocks of a page are one program.
 
-    `test_readme.py` runs what the README shows.
+    Code that talks to a server at its usual port gets one on a free port. `test_readme.py` runs what the README shows.
     """
     blocks = read_blocks(page)
     module = ModuleType(f"page_{page.stem.replace('-', '_')}")
@@ -116,8 +121,9 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
 
 @every_page
 def test_every_command_and_option_exists(page: Path) -> None:
-    """In blocks each command is parsed as it would be when it is run; in the text each that begins as ours do, and each
-    option alone.
+    """Each command in a block is parsed as if it were run.
+
+    In the text, each command that begins as ours do is checked, and each option alone.
     """
     for block in read_blocks(page):
         if block.language in ("bash", "console"):
@@ -177,7 +183,7 @@ def test_every_file_it_names_exists(page: Path) -> None:
 
 
 def test_blocks_are_found(tmp_path: Path) -> None:
-    """What finds them is what all of this rests on."""
+    """All other tests of this file rely on the function that finds blocks."""
     page = tmp_path / "page.md"
     page.write_text('text\n\n```python title="not run: no"\nx = 1\n```\n\n```text\ny\n```\n')
     assert read_blocks(page) == [Block("python", "not run: no", "x = 1\n", 4), Block("text", "", "y\n", 8)]

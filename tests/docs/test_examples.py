@@ -1,4 +1,4 @@
-"""The examples run as they are, are short, and say what they show."""
+"""The examples run unchanged, are short, and say what they show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The glossary says where each word is in the code: these classes and functions exist."""
+"""The glossary says where each word is in the code. These classes and functions exist."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_rows() -> list[list[str]]:
 
 
 def find(name: str) -> Any:
-    """Return what a dotted name is; of a field without a default, its type."""
+    """Return the object of a dotted name. For a field without a default, return its type."""
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
         try:

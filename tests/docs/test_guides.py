@@ -1,5 +1,6 @@
-"""The guides to adding something: what they add does what is promised of it.
-That their code runs is tested with all other pages.
+"""What the guides add does what is promised of it.
+
+The test of all pages already runs their code.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from tests.inside import kept_positions
 
 
 def code_of(guide: str) -> list[str]:
-    """Its Python blocks, in order."""
+    """Return the Python blocks of a guide, in order."""
     return [block.code for block in read_blocks(ROOT / "docs" / "how-to" / guide) if block.language == "python"]
 
 
 def test_the_fast_recurrence_of_the_guide_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the slow one does, the guide's own code says."""
+    """The guide's own code checks the slow recurrence."""
     module = ModuleType("ema")
     monkeypatch.setitem(sys.modules, "ema", module)
     slow, _, _, fast = code_of("adding-a-recurrence.md")
@@ -87,7 +88,7 @@ def test_the_plan_of_the_guide_is_what_is_printed(tmp_path: Path, monkeypatch: p
 
 
 def test_the_how_to_on_transformers_runs() -> None:
-    """Block after block, as one script."""
+    """Its blocks run one after the other, as one script."""
     names: dict[str, Any] = {}
     for block in code_of("transformers.md"):
         exec(compile(block, "transformers.md", "exec"), names)

@@ -1,4 +1,4 @@
-"""The README is the front door: short, true, and its commands are the ones that CI calls."""
+"""The README is short and true, and its commands are those that CI runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_ci_runs_its_commands() -> None:
 
 
 def test_its_lines_of_python_run_in_one_session() -> None:
-    """Those within sentences behind the ten lines, for a reader tries them there."""
+    """Lines within sentences run after the ten lines, because a reader tries them there."""
     (block,) = (block for block in read_blocks(README) if block.language == "python")
     within = [
         line
@@ -56,8 +56,8 @@ def test_its_lines_of_python_run_in_one_session() -> None:
 
 
 def test_a_window_costs_what_the_plan_says() -> None:
-    """By default options: a session with a window of 64 less one with none, in states."""
-    (row,) = re.findall(r"^\| what a 64-token window adds, GPU / CPU \| (.*?) \|", README.read_text(), re.MULTILINE)
+    """With default options, the cost is a session with a window of 64 less one without a window, in states."""
+    (row,) = re.findall(r"^\| bytes that a 64-token window adds, .*? \| (.*?) \|", README.read_text(), re.MULTILINE)
     said = [[float(n) for n in pair] for pair in re.findall(r"([\d.]+) / ([\d.]+)", row)]
     configs = ROOT / "tests" / "data" / "configs"
     for name, shown in zip(("nemotron-h-8b", "qwen3-next-80b-a3b", "jamba-1.5-mini"), said, strict=True):
@@ -71,7 +71,7 @@ def test_a_window_costs_what_the_plan_says() -> None:
 
 
 def test_the_table_of_architectures_is_that_of_the_registry() -> None:
-    """`python -m benchmarks parity --out benchmarks/results` and `python -m benchmarks table` bring it up to date."""
+    """Update it by `python -m benchmarks parity --out benchmarks/results` and then `python -m benchmarks table`."""
     assert architectures.table_in_docs() == architectures.table()
 
 
@@ -83,8 +83,9 @@ def test_every_recurrent_class_of_transformers_loads_or_is_refused_with_a_reason
 
 
 def test_speeds_are_those_that_were_measured_last() -> None:
-    """The table of docs/results/index.md beside the files of results, cell by cell; the README's range is that of its
-    row.
+    """Each cell of the table in docs/results/index.md equals the files of results.
+
+    The README's range is that of its row.
     """
     (speed,) = re.findall(
         r"^## Speed\n(.*?)^## ", (ROOT / "docs/results/index.md").read_text(), re.DOTALL | re.MULTILINE

@@ -1,4 +1,4 @@
-"""The systemd unit and the Containerfile of the guide: they parse, and what they start is a server that answers."""
+"""The systemd unit and the Containerfile of the guide parse, and start a server that answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site: it builds strictly, needs nothing from the network, and its architecture is that of the source."""
+"""The site builds strictly, needs nothing from the network, and shows the architecture of the source."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ KEY_PAGES = [
 
 
 class Loaded(HTMLParser):
-    """What a browser fetches to show a page: addresses of scripts, styles, images, icons and frames, but not of links
-    to follow.
+    """Collects what a browser fetches to show a page.
+
+    These are addresses of scripts, styles, images, icons and frames, but not of links to follow.
     """
 
     def __init__(self) -> None:
@@ -70,14 +71,14 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
 
 
 def check_search(index: str) -> None:
-    """What newcomers look for is the heading of a section, which the search lists first."""
+    """Check that the search lists first the section whose heading says what newcomers look for."""
     titles = {unescape(entry["title"]).lower() for entry in json.loads(index)["docs"]}
     wanted = ("plain install", "licence", "what a checkpoint costs", "fork at an earlier position", "adding a model")
     assert [title for title in (*wanted, "examples") if title not in titles] == []
 
 
 def check_reference(texts: dict[str, str]) -> None:
-    """Whatever `hybridmem.memory` offers stands in the reference."""
+    """Check that everything that `hybridmem.memory` offers is in the reference."""
     reference = "".join(text for name, text in texts.items() if name.startswith("reference/"))
     for name in set(memory.__all__) - {"UNROTATED"}:
         assert re.search(rf'id="hybridmem\.memory\.[\w.]*\b{name}"', reference), name
@@ -85,7 +86,7 @@ def check_reference(texts: dict[str, str]) -> None:
 
 
 def check_architecture(page: str) -> None:
-    """Each module with what it says of itself, and each of memory in both drawings."""
+    """Check that each module is listed with its own sentence, and that both drawings have each module of memory."""
     text = unescape(page)
     drawings = load_drawings()
     for package in drawings.PACKAGES:
@@ -108,13 +109,13 @@ def load_script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclass looks itself up there
+    sys.modules[name] = module  # The dataclass of the module looks up its own module there.
     spec.loader.exec_module(module)
     return module
 
 
 def test_the_reference_has_signatures_and_first_sentences_in_the_repository() -> None:
-    """`python docs/signatures.py` brings the pages up to date."""
+    """`python docs/signatures.py` updates the pages."""
     signatures = load_script("signatures")
     for page in sorted(signatures.PAGES.glob("*.md")):
         text = page.read_text(encoding="utf-8")

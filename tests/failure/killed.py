@@ -24,7 +24,7 @@ def make_memory(folder: Path) -> HybridMemory:
 
 
 def writing(folder: Path, tokens: list[int]) -> Callable[[], None]:
-    """Return what is killed: a sequence is swapped to a file and back, and written over what was saved before."""
+    """Return what is killed: a sequence is swapped to a file and back, and saved over an earlier file."""
     model, memory = Toy(recurrent=False), make_memory(folder)
     sequence = memory.open()
     memory.run(model, {sequence: tokens})
@@ -38,7 +38,7 @@ def writing(folder: Path, tokens: list[int]) -> Callable[[], None]:
 
 
 def main(root: Path, step: int) -> None:
-    """Kill at every `step`-th file call, in a folder of its own each, until one process has come to its end."""
+    """Kill at every `step`-th file call, each time in a folder of its own, until one process reaches its end."""
     for n in range(0, 10**6, step):
         folder = root / str(n)
         folder.mkdir()

@@ -18,12 +18,12 @@ from tests.failure.points import KINDS, call_with
 
 @compiled()
 def add_one(x: int) -> int:
-    """The kernel."""
+    """Add one. This is the kernel."""
     return x + 1
 
 
 def run_in_child(call: object) -> int:
-    """Run a function in a fork; return its exit status."""
+    """Run a function in a forked child, and return its exit status."""
     child = os.fork()
     if not child:
         os._exit(int(call()))  # type: ignore[operator]
@@ -45,16 +45,16 @@ def read_it() -> int:
 
 
 def age() -> None:
-    """Let all that is in the cache be an hour old."""
+    """Make everything in the cache an hour old."""
     folder = cache_folder()
     for path in () if folder is None or not folder.exists() else folder.iterdir():
         os.utime(path, (0, 0))
 
 
 def main(root: Path, step: int) -> None:
-    """Kill at every `step`-th file call; write to the file `ends` what each of the caches then has."""
+    """Kill at every `step`-th file call. Write to the file `ends` what each of the caches then has."""
     lines = []
-    numba.njit(lambda x: x)(1)  # The children inherit what numba sets up once.
+    numba.njit(lambda x: x)(1)  # This sets up numba once, and the children inherit it.
     for n in range(0, 10**6, step):
         os.environ["HYBRID_MEMORY_CACHE"] = str(root / str(n))
         killed = run_in_child(lambda n=n: call_with(lambda: add_one(3), KINDS["disk full"], n, kills=True).result != 4)

@@ -37,7 +37,7 @@ _TENSORS = {"empty", "zeros", "ones", "cat", "stack", "clone", "index_select", "
 
 
 class InjectedError(Exception):
-    """What a kernel, a layer, a callback or a tokenizer raises."""
+    """A kernel, a layer, a callback or a tokenizer raises this."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def _calls_back(frame: FrameType, event: str, called: Any) -> bool:
 
 
 def _calls_tokenizer(frame: FrameType, event: str, called: Any) -> bool:
-    """Of transformers or of tokenizers, out of the library."""
+    """True if the library calls a tokenizer of transformers or of tokenizers."""
     if event == "call":
         return _is_in(frame.f_back, *_LIBRARY) and frame.f_code.co_filename.startswith(_TOKENIZERS)
     return _is_in(frame, *_LIBRARY) and type(getattr(called, "__self__", None)).__module__.startswith("tokenizers")
@@ -132,7 +132,7 @@ KINDS = {
 
 @dataclass
 class Outcome:
-    """What came of a call: its result, or the error that it raised."""
+    """Holds what came of a call: its result, or the error that it raised."""
 
     result: Any = None
     error: BaseException | None = None
@@ -150,7 +150,7 @@ def call_with(call: Callable[[], Any], kind: Kind, failing: int | None, *, kills
     outcome = Outcome()
 
     def profile(frame: FrameType, event: str, called: Any) -> None:
-        # Torch asks a mode in the middle of any of its functions, also in a callback of C, which can raise nothing.
+        # Torch calls a mode in the middle of any of its functions, even from a callback in C, which cannot raise.
         if frame.f_code.co_name == "__torch_function__" and event == "call":
             return
         if event not in ("call", "c_call") or not kind.matches(frame, event, called):

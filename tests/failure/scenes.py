@@ -1,4 +1,4 @@
-"""What fails: every public call, in memories of a dozen set-ups, with sequences that must not notice."""
+"""Lets every public call fail, in memories of a dozen set-ups, with sequences that must not notice."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Scene:
                     self.feed({sequence: [1] * 24})
 
     def callback_give_way(self, missing_bytes: int) -> bool:
-        """Close one of those that only fill the budget: a reclaimer."""
+        """Close one of the sequences that only fill the budget. This is a reclaimer."""
         # An exception may have come before the sequence was taken from the list.
         while self.ballast and self.ballast[-1].closed:
             self.ballast.pop()
@@ -167,7 +167,7 @@ class Scene:
         return [(h.is_checkpoint, h.tokens.tolist(), h.horizon, h.is_swapped, h.is_on_host) for h in self._handles()]
 
     def go_on(self) -> Logits:
-        """Swap all in and feed each live sequence: what comes out, by its place in the books. Each goes back first."""
+        """Roll back each live sequence and feed it, with all swapped in. Return outputs by the places in the books."""
         found: Logits = {}
         while self.callback_give_way(0):  # Otherwise checkpoints of a prefix cache would give way instead.
             pass
@@ -185,7 +185,7 @@ class Scene:
         return found
 
     def end(self) -> None:
-        """Close everything; raise AssertionError if a byte is lost."""
+        """Close everything. Raise AssertionError if a byte is lost."""
         self.memory.check()
         for prefixes in {self.prefixes, self.other}:
             prefixes.close()
@@ -200,7 +200,7 @@ class Scene:
         self.memory.close_all()
 
     def file(self) -> bytes:
-        """Return what is in the file that is saved to."""
+        """Return the content of the saved file."""
         return self.path.read_bytes() if self.path.exists() else b""
 
 

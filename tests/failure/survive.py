@@ -63,7 +63,7 @@ class Survey:
 
 @dataclass(frozen=True)
 class Ends:
-    """What may be seen after a call: as before it, or as after it; and what sequences then say."""
+    """Holds what may be seen after a call, as before it or as after it, and what sequences then say."""
 
     before: list[tuple[Any, ...]]
     after: list[tuple[Any, ...]]
@@ -138,7 +138,7 @@ def _attempt(
 
 
 def _verify(scene: Scene, outcome: Outcome, ends: Ends, *, is_exact: bool) -> None:
-    """Raise unless the call happened whole or not at all, and every sequence goes on as it must."""
+    """Raise unless the call happened whole or not at all, and every sequence continues as it must."""
     is_done = _is_done(scene, outcome, ends)
     expected = ends.logits_after if is_done else ends.logits_before
     for place, logits in scene.go_on().items():
@@ -151,7 +151,7 @@ def _verify(scene: Scene, outcome: Outcome, ends: Ends, *, is_exact: bool) -> No
 
 
 def _is_done(scene: Scene, outcome: Outcome, ends: Ends) -> bool:
-    """Return whether the call happened. Raise unless the books say that it did so whole or not at all."""
+    """Return whether the call happened. Raise if the books say that only a part of it happened."""
     assert torch.is_grad_enabled(), "gradients stay off"
     scene.memory.check()
     found = scene.books()
@@ -159,7 +159,7 @@ def _is_done(scene: Scene, outcome: Outcome, ends: Ends) -> bool:
     if outcome.error is None:
         assert is_done, f"it returned, and left {_difference(found, ends.after)}"
     assert is_done or found == ends.before, f"half done: {_difference(found, ends.before)}"
-    # where only the folder's way to the disk fails, the new file is there, and whole
+    # If only syncing the folder fails, the new file is there and complete.
     assert scene.file() in (scene.saved, ends.file_after), "the file is neither the old nor the new one"
     return is_done
 

@@ -1,6 +1,6 @@
-"""What fails one floor up: the calls of an engine, whose requests must not notice, and those of a chat.
+"""What fails one level higher: the calls of an engine, whose requests must not notice, and those of a chat.
 
-A failure ends one request at most. Every other says what it would have said, and the messages of a chat are those
+A failure ends one request at most. Every other request says what it would have said. The messages of a chat are those
 before the call or those after it.
 """
 
@@ -93,7 +93,7 @@ class Heard:
 
 
 class Requests(Talk):
-    """Four requests, drawn and greedy, of which two begin alike."""
+    """Four requests, drawn and greedy, of which two have a common beginning."""
 
     def __init__(self, folder: Path, call: str, budget: str) -> None:
         speculation = Speculation(looks_up=True, adapts=False)
@@ -117,11 +117,11 @@ class Requests(Talk):
         self.engine.cancel(self.cancelled)
 
     def books(self) -> list[tuple[Any, ...]]:
-        """Return nothing: how far requests have come is told by no book."""
+        """Return nothing, because no book says how far requests have come."""
         return []
 
     def go_on(self) -> Logits:
-        """Step to the end; return what requests say, but those that have ended with an error or were cancelled."""
+        """Step to the end. Return what requests say, except those that were cancelled or ended with an error."""
         self.engine.run()
         self.memory.check()
         failed = [g for g in self.generations if g.finish_reason == "error"]
@@ -145,7 +145,7 @@ _ENGINE_CALLS: dict[str, Callable[[Requests], Any]] = {
 
 
 class Chat(Talk):
-    """A chat of two messages and a reply, on which one branch grows."""
+    """Is a chat of two messages and a reply, from which one branch grows."""
 
     def __init__(self, folder: Path, call: str) -> None:
         super().__init__(speaker(), folder, "1MiB", tokenizer=tokenizer_of_speaker())
@@ -164,7 +164,7 @@ class Chat(Talk):
         """Hear a piece of a reply."""
 
     def resume(self) -> None:
-        """Resume what is saved, beside the chat itself."""
+        """Resume the saved chat, beside the chat itself."""
         resumed = ChatSession.resume(self.engine, self.place)
         self.open += [resumed, *resumed.branches]
 
@@ -184,7 +184,7 @@ class Chat(Talk):
         return repr([session.messages for session in (first, *first.branches)]).encode()
 
     def go_on(self) -> Logits:
-        """Say something more in each chat that is open: the tokens of each reply."""
+        """Say something more in each chat that is open. Return the tokens of each reply."""
         live = [s for s in self.open if not repr(s).endswith(": closed>")]
         said = {i: torch.tensor(session.say("Once more").token_ids) for i, session in enumerate(live)}
         for session in live:

@@ -1,6 +1,7 @@
-"""What fails in the middle of a call changes nothing, loses nothing, and is not noticed by others.
+"""A failure in the middle of a call changes nothing, loses nothing, and is not noticed by others.
 
-By default some points of each call; `FAILURES=all` takes all of them, as `python -m benchmarks failures` does.
+By default the tests try some points of each call. `FAILURES=all` takes all of them, as `python -m benchmarks failures`
+does.
 """
 
 from __future__ import annotations
@@ -46,21 +47,21 @@ def test_a_call_happens_whole_or_not_at_all(set_up: str, call: str, every: int) 
 
 @pytest.mark.parametrize(("where", "number"), by_handlers(ALL_INTERRUPTS if TRIES_ALL else INTERRUPTED))
 def test_an_exception_at_any_bytecode_leaves_all_or_nothing(where: tuple[str, str], number: int) -> None:
-    """By the handlers of Ctrl-C and of a timer, as asynchronous exceptions come; and others go on as if nothing was."""
+    """The handlers of Ctrl-C and of a timer raise the exceptions. Others continue as if nothing had happened."""
     set_up, call = where
     assert interrupt(EVERYTHING[set_up], call, number, n_places=6) > 3
 
 
 @in_long_forms
 def test_exceptions_of_another_thread_leave_all_or_nothing() -> None:
-    """By `PyThreadState_SetAsyncExc`, in a process of its own: they may come anywhere."""
+    """`PyThreadState_SetAsyncExc` raises them in a process of its own. They may come anywhere."""
     call = [sys.executable, "-m", "tests.failure.thrown", "60" if TRIES_ALL else "1"]
     subprocess.run(call, check=True, cwd=ROOT)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_that_is_killed_at_any_file_call_leaves_the_old_file_or_the_new(tmp_path: Path) -> None:
-    """And nothing else, once another process has used the folders."""
+    """Nothing else is left once another process has used the folders."""
     call = [sys.executable, "-m", "tests.failure.killed", str(tmp_path), "1" if IS_ALL else str(pick(21, 7))]
     subprocess.run(call, check=True, cwd=ROOT, env=os.environ | {"HYBRID_MEMORY_KERNELS": "reference"})
     found = []
@@ -80,7 +81,7 @@ def test_a_process_that_is_killed_at_any_file_call_leaves_the_old_file_or_the_ne
 @in_long_forms
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_process_that_is_killed_while_it_keeps_a_kernel_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
-    """And the next process compiles it, keeps it, and removes what was left half-written."""
+    """The next process compiles it, keeps it, and removes what was left half-written."""
     call = [sys.executable, "-m", "tests.failure.killed_cache", str(tmp_path), "1" if IS_ALL else "12"]
     subprocess.run(call, check=True, cwd=ROOT)
     ends = [tuple(map(int, line.split())) for line in (tmp_path / "ends").read_text().split("\n")]

@@ -1,6 +1,6 @@
-"""Uses a memory while another thread raises exceptions in this one, and compares it with one in which none is raised.
+"""Uses a memory while another thread raises exceptions in this one, and compares it with a memory without exceptions.
 
-`python -m tests.failure.thrown SECONDS` exits with 1 if a sequence is not what it says of itself.
+`python -m tests.failure.thrown SECONDS` exits with 1 if a sequence differs from what it reports.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Play:
                 continue
 
     def verify(self) -> None:
-        """Raise unless books and outputs are those of the tokens that the sequence says it holds."""
+        """Raise unless books and outputs are those of the tokens that each sequence reports."""
         self.memory.check()
         other = HybridMemory(self.toy.memory_spec, "1MiB", rollback_window=4)
         same = other.open()
@@ -82,7 +82,8 @@ def main(seconds: float) -> None:
 
     thrower = threading.Thread(target=throw, daemon=True)
     thrower.start()
-    while thrower.is_alive():  # Again, because an exception may come between the blocks that expect it.
+    # This goes on in a loop, because an exception may come between the blocks that expect it.
+    while thrower.is_alive():
         try:
             play.go_on_whatever_comes()
             state["throws"] = False

@@ -1,4 +1,4 @@
-"""Subjects on a CUDA device. `CONFORMANCE=full` takes all of them: each has kernels of its own to compile."""
+"""Puts subjects on a CUDA device. `CONFORMANCE=full` takes all of them; each has kernels of its own to compile."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ CHOICES += [(name, torch.bfloat16) for name in IN_BFLOAT16]
 
 @pytest.fixture(scope="session", autouse=True)
 def sums_in_float32() -> None:
-    """Products of few bfloat16 rows are divided along the sum: cuBLAS may round its parts to bfloat16 otherwise."""
+    """Let cuBLAS sum in float32. It divides sums of few bfloat16 rows into parts, and may round these to bfloat16."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 
 @pytest.fixture(scope="session", params=CHOICES, ids=lambda choice: f"{choice[0]}-{choice[1]}".replace("torch.", ""))
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """Each model that the conformance suite runs on, on the device."""
+    """Return each model on which the conformance suite runs, on the device."""
     name, dtype = request.param
     return make_subject(name, tmp_path_factory.mktemp("subject"), torch.device("cuda"), dtype)

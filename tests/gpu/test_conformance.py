@@ -1,4 +1,4 @@
-"""The conformance suite on a CUDA device: the same tests, with `subject` on the device."""
+"""The conformance suite runs on a CUDA device: the tests are the same, and `subject` is on the device."""
 
 import pytest
 import torch

@@ -1,5 +1,4 @@
-"""What only a device can show: that the host never waits for it inside of a step, and that a plan goes
-up in one copy."""
+"""Only a device can show this: the host never waits for it inside of a step, and a plan is uploaded in one copy."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from hybridmem.memory.kernels import chosen_kernels
 from hybridmem.memory.recorded import RecordedModel
 from tests.subjects import Subject
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # torch warns of its own tools here.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # Torch warns of its own tools here.
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
@@ -22,7 +21,7 @@ COUNTS_EXPERTS = ("jamba", "model:deepseek", "model:qwen3-next")
 
 
 def decoding(subject: Subject) -> tuple[HybridMemory, list]:  # type: ignore[type-arg]
-    """Sequences of several lengths after two decode steps, so that every kernel is compiled."""
+    """Return sequences of several lengths after two decode steps, so that every kernel is compiled."""
     memory = HybridMemory(subject.spec, "64MiB", rollback_window=8, page_tokens=subject.page_tokens, fold=subject.fold)
     sequences = [memory.open() for _ in range(5)]
     memory.run(subject.model, {s: subject.tokens(20 + i) for i, s in enumerate(sequences)})
@@ -91,7 +90,7 @@ def test_a_plan_goes_up_in_one_copy(subject: Subject) -> None:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step = memory.step({s: [2] for s in sequences}).__enter__()
         if not subject.name.startswith(COUNTS_EXPERTS):
-            subject.model(step)  # Nothing follows the model inside of the step.
+            subject.model(step)  # The step contains the model alone, and nothing after it.
         torch.cuda.synchronize()
     copies = [event for event in found.events() if "Memcpy HtoD" in event.name]
     assert len(copies) == 1, [event.name for event in copies]

@@ -1,1 +1,1 @@
-"""Tests of the house: files, imports, notebooks, and what programs start with."""
+"""The tests check the house: files, imports, notebooks, and what programs import when they start."""

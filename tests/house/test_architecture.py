@@ -1,4 +1,7 @@
-"""The house: who imports what from where, and how large files may be. `lint-imports` checks which way imports run."""
+"""The tests check which package imports what from where, and how large files may be.
+
+`lint-imports` checks the direction.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ SOURCES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py
 
 
 def test_other_packages_import_from_rooms_of_memory_and_not_from_inside_them() -> None:
-    """A room publishes in its `__init__` what others use, so that its modules may change."""
+    """The `__init__` of a room publishes what others use, so that its modules may change."""
     inside = [
         f"{path.relative_to(ROOT)}: {node.module}"
         for package in ("models", "chat", "cluster")
@@ -31,7 +34,7 @@ def test_files_stay_short() -> None:
 
 
 def test_importing_models_needs_only_what_transformers_lists() -> None:
-    """Other names may go in any release. What is imported inside of a function is asked for when that runs."""
+    """Other names may disappear in any release. Imports inside of a function count only when it runs."""
     import transformers
 
     for path in (path for path in SOURCES if path.parent.name in ("models", "families")):

@@ -1,6 +1,6 @@
-"""Hostile bytes: a sample of inputs of each reader, and those that were not read well once.
+"""Each reader gets a sample of hostile inputs, and those that were once read wrongly.
 
-`FUZZING=N` feeds N inputs of each; `python -m fuzzing` does so in processes that may die.
+`FUZZING=N` feeds N inputs to each reader. `python -m fuzzing` does so in processes that may die.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def test_former_findings_stay_mended(path: Path, tmp_path: Path) -> None:
 
 
 def test_an_array_that_leads_out_of_a_gguf_file_is_refused(tmp_path: Path) -> None:
-    """A reader that believes it would count to its end."""
+    """A reader that believes such an array would count to its end."""
     path = tmp_path / "model.gguf"
     key = b"general.architecture"
     value = len(key).to_bytes(8, "little") + key + (9).to_bytes(4, "little") + (4).to_bytes(4, "little")

@@ -1,6 +1,4 @@
-"""The house in numbers: how many flat files a folder may have, how long files are, and what the pages about the house
-name.
-"""
+"""The tests count: flat files of a folder, lines of files, and names on the pages about the house."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ def test_packages_are_rooms(package: str) -> None:
 
 
 def test_lines_end_before_column_120() -> None:
-    """What follows a line for a tool, such as `# type: ignore`, does not count."""
+    """Text for a tool at the end of a line, such as `# type: ignore`, does not count."""
     paths = [path for folder in (*MOST_FLAT, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     lines = [
         (path, re.split(r"  # (?:type|noqa|fmt)\b", line)[0]) for path in paths for line in path.read_text().split("\n")
@@ -42,7 +40,7 @@ def test_the_contract_has_eleven_layers_and_counts_imports_for_types() -> None:
 
 
 def test_the_lowest_python_is_said_alike() -> None:
-    """Also beside what transformers, which is always installed, asks for."""
+    """All places name the same lowest Python. It is the one that transformers, which is always installed, asks for."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     lowest = project["project"]["requires-python"].removeprefix(">=")
     assert project["tool"]["mypy"]["python_version"] == lowest
@@ -52,7 +50,10 @@ def test_the_lowest_python_is_said_alike() -> None:
 
 
 def test_the_distribution_is_called_hybridmem_everywhere() -> None:
-    """`hybrid-memory`, the command's name, is a project of others on the index, which a page would have installed."""
+    """`hybrid-memory` is the command's name.
+
+    On the index it is the project of others, which a wrong page would install.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["name"] == "hybridmem"
     assert set(project["scripts"]) == {"hybrid-memory", "hybridmem"} and len(set(project["scripts"].values())) == 1

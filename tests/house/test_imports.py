@@ -1,4 +1,4 @@
-"""What starts import: a second here is a second of every command, notebook and test."""
+"""Commands import little when they start: a second here is a second of every command, notebook and test."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ HELP = "sys.argv[1:] = ['--help']; from hybridmem.chat.cli import main; main()"
 
 
 def test_starts_import_what_they_use() -> None:
-    """One after another in one process, because each starts with torch: what is imported stays, so none may import
-    what a later one does not."""
+    """Each start may import only what it uses.
+
+    The starts run one after another in one process, because each begins with torch. What is imported stays, so no start
+    may import what only a later one may.
+    """
     found = imported_by(*STARTS)
     assert len(found) == len(STARTS)
     for (program, unused), names in zip(STARTS.items(), found, strict=True):
@@ -48,7 +51,7 @@ def test_help_needs_no_torch() -> None:
 
 
 def imported_by(*programs: str, arguments: tuple[str, ...] = ()) -> list[list[str]]:
-    """Which modules a process has when each of the programs has run; the last may end the process."""
+    """Return which modules a process has after each of the programs has run. The last program may end the process."""
     tell = "\nprint(*sys.modules, file=sys.stderr)\n"
     *others, last = programs
     code = "import atexit, sys\n" + "".join(program + tell for program in others)
@@ -77,7 +80,7 @@ for path in sys.argv[1:4]:
 
 @only_in_long
 def test_no_part_of_torch_is_imported_for_a_gguf_file_that_uses_nothing_of_it(tmp_path: Path) -> None:
-    """The compiler imports triton, which writes pages about leaks when the process ends."""
+    """Torch's compiler imports triton, which writes pages about leaks when the process ends."""
     paths = []
     names = ("granite-moe-hybrid-rope-two-of-four-experts", "llama-3-rope")
     files = {name: (CONFIGS[name], "F32") for name in names} | {
@@ -91,7 +94,7 @@ def test_no_part_of_torch_is_imported_for_a_gguf_file_that_uses_nothing_of_it(tm
     assert unused.isdisjoint(names)
 
 
-# In a folder with modules of the same names as our packages
+# The tests below run in a folder with modules of the same names as our packages.
 
 
 README_LINES = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
@@ -103,7 +106,7 @@ FIRST_CELLS = [
 
 @only_in_long
 def test_a_program_may_have_modules_called_memory_and_models(tmp_path: Path) -> None:
-    """They are found first, and nothing of the library is hidden by them."""
+    """Python finds the program's modules first, and they hide nothing of the library."""
     for name in ("memory.py", "models/__init__.py", "chat.py", "cluster/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("MINE = True\n")
@@ -121,7 +124,7 @@ def test_a_program_may_have_modules_called_memory_and_models(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("folder", ["memory", "models", "chat", "cluster"])
 def test_a_folder_of_the_repository_is_no_package_by_itself(folder: str) -> None:
-    """Its classes would be others than those of hybridmem, and no `except` would know its errors."""
+    """Its classes would differ from those of hybridmem, so no `except` would know its errors."""
     done = subprocess.run([sys.executable, "-c", f"import {folder}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and f"import hybridmem.{folder}" in done.stderr
 

@@ -1,4 +1,4 @@
-"""Each notebook runs from top to bottom and ends in assertions; the files hold source and nothing else."""
+"""Each notebook runs from top to bottom and ends in assertions. The files hold source and nothing else."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ matplotlib.rcdefaults()
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
-    """One kernel for all notebooks: what they import is imported once. It works whether or not the library is
-    installed, and without what the user's IPython would start with.
+    """Return one kernel for all notebooks, so that imports happen once.
+
+    It works whether or not the library is installed, and without the startup files of the user's IPython.
     """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     manager = KernelManager(kernel_name="python3")
@@ -45,7 +46,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
         | {
             "PYTHONPATH": os.pathsep.join(paths),
             "IPYTHONDIR": str(tmp_path_factory.mktemp("ipython")),
-            "OMP_NUM_THREADS": "1",  # as the tests: these models are tiny
+            "OMP_NUM_THREADS": "1",  # The tests set this too, because these models are tiny.
         }
     )
     yield manager
@@ -54,7 +55,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
 
 @pytest.mark.parametrize("path", NOTEBOOKS if IS_LONG else NOTEBOOKS[:2], ids=lambda path: path.stem)
 def test_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
-    """In an empty folder, and as if it were the kernel's first."""
+    """A notebook runs in an empty folder, and as if it were the kernel's first."""
     notebook = nbformat.read(path, as_version=4)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(_FRESH.format(folder=str(tmp_path))))
     client = NotebookClient(notebook, km=kernel, timeout=_CELL_SECONDS, startup_timeout=_CELL_SECONDS)
@@ -74,7 +75,10 @@ def test_is_tidy(path: Path) -> None:
 
 @every_notebook
 def test_has_its_shape(path: Path) -> None:
-    """A title, short cells, and assertions at the end; it uses what is installed, not the tests or the benchmarks."""
+    """A notebook has a title, short cells, and assertions at the end.
+
+    It uses what is installed, not tests or benchmarks.
+    """
     cells = nbformat.read(path, as_version=4).cells
     assert cells[0].cell_type == "markdown" and cells[0].source.startswith(f"# {path.stem[0]}"), cells[0].source
     for source in (cell.source for cell in cells if cell.cell_type == "code"):

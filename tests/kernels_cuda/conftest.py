@@ -1,7 +1,7 @@
-"""Where the CUDA kernels' tests run: on a GPU if one is here, else in Triton's interpreter, on the CPU.
+"""Chooses where the tests of CUDA kernels run: on a GPU if there is one, else in Triton's interpreter on the CPU.
 
-The interpreter is chosen by the environment before triton is imported, so it needs a process of its own:
-`tests/memory/kernels/cuda/test_interpreted.py` starts one. Elsewhere these files are not collected.
+The environment chooses the interpreter before triton is imported, so it needs a process of its own.
+`tests/memory/kernels/cuda/test_interpreted.py` starts one. Without it, these files are not collected.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ collect_ignore_glob = [] if IS_INTERPRETED or HAS_DEVICE else ["test_*.py"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what needs a GPU; with KERNELS_CUDA=part, keep a part of each test's parameters and nothing `_LONG`."""
+    """Mark tests that need a GPU. KERNELS_CUDA=part keeps a part of each test's parameters and nothing `_LONG`."""
     own = [item for item in items if "kernels_cuda" in item.path.parts]
     if HAS_DEVICE:
         for item in own:
@@ -69,8 +69,9 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def patched_once() -> Iterator[None]:
-    """For each call of a device function the interpreter looks through Triton's whole language for what it has replaced
-    already.
+    """Patch Triton's language once for each kernel.
+
+    The interpreter would search the whole language again for each call of a device function.
     """
     if not IS_INTERPRETED:
         yield

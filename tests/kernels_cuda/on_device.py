@@ -1,4 +1,4 @@
-"""The CUDA kernels for tests whose tensors are on the host."""
+"""Offers the CUDA kernels to tests whose tensors are on the host."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hybridmem.memory.kernels import cuda
 
 
 class OnDevice:
-    """`memory.kernels.cuda` on `device`: each call takes its tensors there and what was written back.
+    """Is `memory.kernels.cuda` on `device`: each call copies its tensors there, and copies back what was written.
 
-    Tensors of one storage stay so. On the CPU, where the interpreter runs, nothing moves.
+    Tensors that share a storage still do so there. On the CPU, where the interpreter runs, nothing moves.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class OnDevice:
 
 
 class MadeOn(TorchFunctionMode):
-    """Tensors that are asked for on any device are made on this one: benchmarks of a GPU run elsewhere."""
+    """Makes tensors on this device, whatever device is asked for. So benchmarks of a GPU run elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

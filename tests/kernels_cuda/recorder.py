@@ -1,6 +1,4 @@
-"""What a CUDA graph does, for torch's operations and interpreted kernels on the CPU: the same calls on the same
-tensors, once more.
-"""
+"""Stands for a CUDA graph on the CPU: it repeats torch's operations and interpreted kernels on the same tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +16,8 @@ from triton.runtime.interpreter import GridExecutor
 
 class Recorder:
     """Records runs.
-    A run is carried out while it is recorded, which a device does not do, so the first replay is that one.
+
+    It also carries out a run while recording it, which a device does not, so that counts as the first replay.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +67,10 @@ class _Operations(TorchDispatchMode):
         self._made: list[Tensor] = []
 
     def undo(self) -> None:
-        """A device has computed nothing while it was recording: what was made then holds whatever was there before."""
+        """Undo a recorded run.
+
+        A device computes nothing while it records, so new tensors would hold what was there before.
+        """
         for tensor in self._made:
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
@@ -113,7 +115,7 @@ class _NeverWaiting(TorchDispatchMode):
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """Inside, what would have the host wait for a device raises RuntimeError."""
+    """Raise RuntimeError inside of the block if the host would have to wait for a device."""
 
     def wait(*_: object) -> None:
         raise RuntimeError("numbers are taken to the host, which waits for the device")
@@ -135,7 +137,7 @@ def never_waiting() -> Iterator[None]:
 
 
 def _again(operation: Any, args: Any, kwargs: Any, found: Any) -> None:
-    """The operation's results go where they went the first time."""
+    """Let the results of an operation go where they went the first time."""
     for old, new in zip(tree_flatten(found)[0], tree_flatten(operation(*args, **kwargs))[0], strict=True):
         if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
             old.copy_(new)

@@ -1,4 +1,5 @@
-"""Attention over pages against plain attention, rows of few queries divided among programs and not.
+"""Attention over pages is compared with plain attention. Rows of few queries are divided among programs, or not.
+
 All else in the arena is NaN.
 """
 
@@ -26,7 +27,7 @@ BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
 @pytest.fixture
 def split_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are divided from so few on that these tests see it."""
+    """Divide rows among programs even if there are few, so that these tests see it."""
     monkeypatch.setattr(tiles, "SPLIT_ROWS", 32)
     monkeypatch.setattr(tiles, "WHOLE_TILES", 32)
 
@@ -58,7 +59,7 @@ def test_rows_that_are_not_divided(device: torch.device, requests: str) -> None:
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("requests", REQUESTS)
 def test_sixteen_bits(device: torch.device, requests: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """float16 has three bits more than bfloat16."""
+    """Results in float16 have three bits more than those in bfloat16."""
     monkeypatch.setitem(TOLERANCE, FLOAT16, TOLERANCE[BFLOAT16])
     assert_as_reference(Pages(6, 2, 32, 4, dtype=dtype, **REQUESTS[requests]), device)
 
@@ -70,7 +71,7 @@ def test_windows(device: torch.device, window: int) -> None:
 
 
 def test_rows_before_the_window_are_not_read(device: torch.device) -> None:
-    """Poisoned, they would show: of the longest history, everything but the last window is NaN."""
+    """Everything before the last window of the longest history is NaN, so any read would show."""
     pages = Pages(6, 2, 8, page_tokens=4, lengths=(1, 20), histories=(130, 130))
     page, window = pages.values_at, 24
     for i in range(2):
@@ -110,7 +111,7 @@ def test_scores_of_minus_infinity(
         assert_same(pages.attend(OnDevice(device)), pages.attend(reference))
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # The interpreter warns of numbers that only fill a tile.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # The interpreter warns of numbers that only pad a tile.
 @pytest.mark.usefixtures("split_rows")
 @pytest.mark.parametrize("softcap", [None, 0.7])
 def test_keys_that_score_minus_infinity(device: torch.device, softcap: float | None) -> None:
@@ -121,7 +122,7 @@ def test_keys_that_score_minus_infinity(device: torch.device, softcap: float | N
 
 
 def test_scores_far_apart(device: torch.device) -> None:
-    """Thousands apart; whole numbers, so that no rounding decides between them."""
+    """Scores are thousands apart. They are whole numbers, so that no rounding decides between them."""
     pages = Pages(2, 1, 8, 4, lengths=(1, 20), histories=(70, 0))
     pages.q, pages.arena, pages.rows = (
         pages.q.round() * 1000,
@@ -159,7 +160,7 @@ def test_queries_that_are_a_view(device: torch.device) -> None:
 @pytest.mark.usefixtures("split_rows")
 @pytest.mark.parametrize("n_queries", [1, 5])
 def test_keys_that_are_values_too(device: torch.device, n_queries: int) -> None:
-    """As latent attention has them: one flat, one wide head for many queries, no power of two."""
+    """In latent attention, many queries share one wide head. Its width is no power of two."""
     pages = Pages(20, 1, 144, 4, lengths=(n_queries,), histories=(70,))
     pages.values_at = 0
     assert_as_reference(pages, device)

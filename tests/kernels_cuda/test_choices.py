@@ -1,5 +1,6 @@
-"""Whatever a kernel chooses, it computes the same: every value that tuning tries, on small shapes, against the twins;
-and what it runs.
+"""Whatever a kernel chooses, it computes the same.
+
+Every value that tuning tries runs on small shapes against the twins.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ COMPUTE: dict[str, Callable[[torch.device], None]] = {
 
 
 def choices() -> list[tuple[str, dict[str, int]]]:
-    """As few as have each value of each field once. Warps and stages are nothing to the interpreter."""
+    """Return as few choices as have each value of each field once. The interpreter ignores warps and stages."""
     made = []
     for kernel, options in OPTIONS.items():
         tiles = {name: values for name, values in options.items() if not name.startswith("num_")}
@@ -116,7 +117,7 @@ def test_a_kernel_is_its_twin_whatever_it_chooses(device: torch.device, kernel: 
 
 
 def test_a_choice_is_made_for_a_request_whatever_else_is_in_the_step(device: torch.device) -> None:
-    """What a kernel asks for of one request alone is what it asks for of it among others."""
+    """A kernel asks for the same choice whether a request is alone or among others."""
     pages, tunable, asked = (
         Pages(6, 2, 8, 4, lengths=(1, 3, 20), histories=(300, 70, 3)),
         TUNABLES["attend"],
@@ -136,7 +137,7 @@ def test_a_choice_is_made_for_a_request_whatever_else_is_in_the_step(device: tor
     assert asked == together and len(together) > 1
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch recommends to compile instead.
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Torch recommends to compile instead.
 def test_what_torch_ships_computes_the_same_over_a_prompt(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Attention over rows that a storage keeps and, after them, rows in pages."""
+"""Attention reads rows that a storage keeps, and after them rows in pages."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ STORAGES = (Quantized(8, group=8), Quantized(4, group=8), Quantized(2, group=8),
 def test_folded_rows_are_the_reference_s(
     device: torch.device, storage: Storage, by_channel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few queries and many, requests with nothing folded, blocks that are not full, a split inside of what has folded;
-    a wide head.
+    """Cases have few queries and many, and requests without folded rows.
+
+    Others have blocks that are not full, a split inside of the folded rows, or a wide head.
     """
     monkeypatch.setattr(tiles, "SPLIT_ROWS", 32)
     monkeypatch.setattr(tiles, "WHOLE_TILES", 32)

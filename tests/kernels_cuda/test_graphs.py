@@ -1,4 +1,4 @@
-"""Steps that are recorded and replayed, against steps of plain torch."""
+"""Steps that are recorded and replayed are compared with steps of plain torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ N_MODEL, WINDOW = 12, 10
 
 
 class Hybrid:
-    """Attention, attention over a window, a gated delta rule and a short convolution; every weight
-    stays where it is."""
+    """Has attention, attention over a window, a gated delta rule and a short convolution. Its weights never move."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -73,7 +72,7 @@ def in_the_interpreter(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Twins:
-    """Two memories that are told the same: one in plain torch, one of whose model is recorded."""
+    """Holds two memories that get the same calls: one in plain torch, and one whose model is recorded."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, n_sequences: int) -> None:
         self.plain = Hybrid()
@@ -102,8 +101,9 @@ class Twins:
 
 
 def test_replays_are_the_steps_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single tokens while pages fill, rows are split among programs, windows move and bodies too; in company that
-    changes.
+    """Single tokens are fed while pages fill, rows are split among programs, and windows and bodies move.
+
+    The other sequences of a step change.
     """
     twins = Twins(monkeypatch, 3)
     twins.feed({0: 14, 1: 7, 2: 2})
@@ -143,7 +143,10 @@ def test_drafts_a_step_that_fails_and_two_steps_at_once(monkeypatch: pytest.Monk
 
 
 def test_replays_read_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many tokens and pages, in host memory or not: a recording of the one is none of the other."""
+    """Steps have equally many tokens and pages, in host memory or not.
+
+    A recording of one kind does not serve the other.
+    """
     spec, weights = AttentionSpec(3, 1, 16), torch.randn(VOCAB, 80, generator=torch.Generator().manual_seed(1))
 
     def model(step: Step) -> Tensor:
@@ -178,8 +181,10 @@ def test_replays_read_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that waits for the device, and one that does something else at a sequence's begin, which the host knows
-    and a recording does not."""
+    """One model waits for the device. Another one treats the beginning of a sequence in another way.
+
+    The host knows where a sequence begins, and a recording does not.
+    """
     spec, recurrence = FAMILIES["linear_attention"].example(torch.Generator().manual_seed(1))
     weights = torch.randn(VOCAB, int(torch.Size(spec.row_shape).numel()))
 
@@ -209,7 +214,8 @@ def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", ["average", "rg_lru"])
 def test_recurrences_whose_states_move_are_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In plain torch, and one whose first token counts more: which that is, only the device knows.
+    """Some run in plain torch. In one, the first token counts more, and only the device knows which token that is.
+
     A warning would be an error.
     """
     spec, recurrence = FAMILIES["rg_lru"].example(torch.Generator().manual_seed(1))
@@ -235,8 +241,9 @@ def test_recurrences_whose_states_move_are_recorded(name: str, monkeypatch: pyte
 
 
 def test_groups_are_chosen_without_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From how many follows from the host's books.
-    As long as all are read, steps are recorded; a warning would be an error.
+    """The host's books decide from how many groups queries choose, so such steps are not recorded.
+
+    Steps that read all groups are recorded. A warning would be an error.
     """
     spec = AttentionSpec(3, 1, 16, policy=Quest(16, recent=1), storage=Quantized(8, group=8))
     weights = torch.randn(VOCAB, 80, generator=torch.Generator().manual_seed(1))
@@ -260,8 +267,9 @@ def test_groups_are_chosen_without_a_recording(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_a_recording_that_failed_left_behind_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Angles of a step's positions are computed once for all layers: while a recording is made that then fails, they
-    are not.
+    """Angles of a step's positions are computed once for all layers.
+
+    A recording that fails later never computes them, so the step must not use its angles.
     """
     subject = make_subject("model:deepseek-v2-three-of-eight-experts-in-groups", tmp_path)
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
@@ -280,7 +288,7 @@ def test_what_a_recording_that_failed_left_behind_is_not_used(tmp_path: Path, mo
 
 
 def test_a_model_is_run_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where it is replayed, or states would go on twice."""
+    """This also holds for replays. Otherwise states would advance twice."""
     twins = Twins(monkeypatch, 2)
     twins.feed({0: 3, 1: 5})
     for _ in range(3):
@@ -299,7 +307,7 @@ def test_a_model_is_run_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_real_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Products that numba compiled are no operations of torch, so that no recording on a CPU could hold them.
+    # Torch does not see products that numba compiled, so a recording on a CPU cannot hold them.
     monkeypatch.setattr("hybridmem.models.products.kernels.KERNELS", {})
     subject = make_subject("model:bamba defer", tmp_path)
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
@@ -319,7 +327,7 @@ def test_a_real_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_captured_step_counts_what_it_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that leaves a layer out is refused in replays as well; an interrupt leaves nothing of a capture."""
+    """Replays refuse a model that leaves a layer out, too. An interrupt leaves nothing of a capture."""
     spec, weights = AttentionSpec(3, 1, 16), torch.randn(VOCAB, 80, generator=torch.Generator().manual_seed(1))
     layers = [0, 1]
 

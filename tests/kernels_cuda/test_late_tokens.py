@@ -1,5 +1,7 @@
-"""Tokens that the host has not seen when their step begins.
-In the interpreter's processes the host plays the device."""
+"""The host has not seen these tokens when their step begins.
+
+In the interpreter's processes the host plays the device.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from tests.toy import VOCAB, Toy
 
 @pytest.fixture(autouse=True)
 def uncompiled(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the host plays the device, in plain torch: numba would compile all its kernels for these few steps."""
+    """Use plain torch where the host plays the device. Numba would compile all its kernels for these few steps."""
     if device.type == "cpu":
         monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
 

@@ -1,6 +1,4 @@
-"""A memory on these kernels: states that are left behind their tails, against those that move with every token in plain
-torch.
-"""
+"""A memory on these kernels keeps states behind tails. In plain torch, states move with every token."""
 
 from __future__ import annotations
 
@@ -16,7 +14,10 @@ from tests.toy import FamilyToy
 
 @pytest.mark.parametrize("family", ["gated_delta", "short_conv", "rwkv7", "mamba1"])
 def test_deferred_states(device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, drafts, a rollback, a fork that goes its own way, and single tokens until bodies have moved."""
+    """The sequence takes a prompt, drafts, a rollback, and single tokens until bodies have moved.
+
+    A fork of it takes other tokens.
+    """
     if device.type == "cuda":
         pytest.skip("the toys live on the CPU; conformance runs on the device")
     model = FamilyToy(FAMILIES[family])
@@ -48,7 +49,7 @@ def test_deferred_states(device: torch.device, family: str, monkeypatch: pytest.
 
 
 def test_a_run_that_is_longer_than_its_ring(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What its first tokens wrote is still wanted when later ones have taken their slots."""
+    """Updates of its first tokens are still needed when later tokens have taken their slots."""
     if device.type == "cuda":
         pytest.skip("the toys live on the CPU; conformance runs on the device")
     model, logits = FamilyToy(FAMILIES["gated_delta"]), []

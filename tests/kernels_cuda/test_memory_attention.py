@@ -1,5 +1,6 @@
-"""Every kind of attention memory on these kernels, against plain torch: prompts, drafts, a rollback, forks, single
-tokens.
+"""Every kind of attention memory on these kernels gives what it gives in plain torch.
+
+The sequences take prompts, drafts, a rollback, forks and single tokens.
 """
 
 from __future__ import annotations

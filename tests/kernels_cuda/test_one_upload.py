@@ -1,5 +1,6 @@
-"""That a step's plan is uploaded in one copy, on entering, and that the host waits for nothing in it: for every kind of
-memory.
+"""A step's plan is uploaded in one copy when the step is entered.
+
+The host waits for nothing in it, whatever the memory.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ RECURRENCES = ("rg_lru replay", "rwkv4 keep", "token_shift defer", "short_conv k
 
 
 class OneAttention:
-    """What it has read is what it says."""
+    """Returns as its output what it has read."""
 
     def __init__(self, window: int | None) -> None:
         (n_heads, n_kv_heads, head_dim), generator = HEADS, torch.Generator().manual_seed(1)
@@ -63,7 +64,7 @@ def subjects() -> Iterator[Subject]:
 
 
 class Uploads:
-    """Counts copies of plans; what is uploaded beside them is an error."""
+    """Counts copies of plans. Any other upload is an error."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_sent = 0
@@ -82,8 +83,9 @@ class Uploads:
 
 
 def outputs(subject: Subject, *, host_pages: bool, watched: Uploads | None) -> Tensor:
-    """Of ragged prompts that fold as they are read, single tokens until bodies have moved, drafts, a fork, and all at
-    once.
+    """Return outputs of ragged prompts that fold meanwhile, of single tokens until bodies have moved, and of drafts.
+
+    A fork and a step of everything together follow.
     """
     options: dict[str, Any] = {"host_pages": "1MiB"} if host_pages else {}
     memory = HybridMemory(

@@ -1,5 +1,6 @@
-"""Pages chosen on the device, and attention where each head reads pages of its own.
-As `tests/memory/kernels/test_page_choice.py` has them.
+"""The device chooses pages, and each head attends to pages of its own.
+
+The cases are those of `tests/memory/kernels/test_page_choice.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from tests.memory.kernels.test_page_choice import test_each_head_may_read_pages_
 def test_the_best_pages_are_chosen(
     device: torch.device, dtype: torch.dtype, n_shared: int, n_kv_heads: int, head_dim: int
 ) -> None:
-    """Whole numbers: exact in both dtypes."""
+    """All numbers are whole, so they are exact in both dtypes."""
     bounds, kernels = Bounds(n_shared, n_kv_heads, head_dim), OnDevice(device)
     expected = bounds.expected()
     bounds.q, bounds.arena = bounds.q.to(dtype), bounds.arena.to(dtype)

@@ -1,6 +1,6 @@
-"""Prompts that are left to libraries: called as they ask, right from any state on, and not at all where that was said.
+"""Libraries compute prompts where they can: they are called with what they expect, and their results are right.
 
-Stand-ins compute what the libraries say of themselves, and refuse what they refuse.
+If a user forbids it, they are not called. Stand-ins compute what the libraries document, and refuse what they refuse.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def causal_conv1d_fn(
     final_states_out=None,
     activation=None,
 ):
-    """As causal-conv1d 1.6.1, with states and channels last."""
+    """Stand for causal-conv1d 1.6.1, with states and channels last."""
     calls.append("causal_conv1d")
     (_, n_channels, _), width = x.shape, weight.shape[1]
     assert seq_idx is None and final_states_out is None and return_final_states and activation in (None, "silu")
@@ -54,7 +54,7 @@ def causal_conv1d_fn(
 def selective_scan_fn(
     u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False
 ):
-    """As mamba-ssm 2.3: states start from zeros."""
+    """Stand for mamba-ssm 2.3, whose states start from zeros."""
     calls.append("mamba_ssm")
     assert z is None and delta_bias is None and not delta_softplus and return_last_state
     assert all(t.dtype == torch.float32 and t.is_contiguous() for t in (u, delta, A, B, C, D))

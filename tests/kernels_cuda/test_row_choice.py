@@ -1,4 +1,7 @@
-"""Rows chosen on the device by the keys of an index. As `tests/memory/kernels/test_row_choice.py` has them."""
+"""The device chooses rows by the keys of an index.
+
+The cases are those of `tests/memory/kernels/test_row_choice.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from tests.memory.kernels.test_row_choice import Keys
 def test_the_best_rows_are_chosen(
     device: torch.device, dtype: torch.dtype, n_heads: int, head_dim: int, page_tokens: int
 ) -> None:
-    """Whole numbers: exact in both dtypes."""
+    """All numbers are whole, so they are exact in both dtypes."""
     keys = Keys(n_heads, head_dim, page_tokens)
     expected = keys.expected(20)
     keys.q, keys.arena = keys.q.to(dtype), keys.arena.to(dtype)

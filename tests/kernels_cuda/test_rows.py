@@ -1,4 +1,4 @@
-"""Rows into the arena and out of it, in every dtype that a flat may have."""
+"""Rows are written into the arena and read from it, in every dtype that a flat may have."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 @pytest.mark.parametrize("n_elements", [1, 7, 64, 3000])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_are_the_reference_s(device: torch.device, dtype: torch.dtype, n_elements: int) -> None:
-    """Rows of another dtype and stride, offsets in any order; all other bytes stay as they were."""
+    """Rows have another dtype and stride, and offsets come in any order. All other bytes stay as they were."""
     flat = torch.full((40 * n_elements * dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device).view(dtype)
     expected = flat.clone()
     offsets = (torch.randperm(15, device=device) * 2 + 1) * n_elements

@@ -1,6 +1,7 @@
-"""Kernels of recurrences against their twins: what they return, and every byte of the arena.
+"""Kernels of recurrences return what their twins return, and leave every byte of the arena as they do.
 
-Blocks of other runs, and what nobody wrote, are NaN: whoever reads them shows it, and whoever writes them changes it.
+Blocks of other segments, and unwritten bytes, are NaN. So a wrong read shows in the output, and a wrong write in the
+arena.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def test_selective_scan(device: torch.device, dtype: torch.dtype, n_channels: in
 
 @pytest.mark.parametrize(("lengths", "chunk"), [((1, 8, 20), 8), (CHUNKED, 64)], ids=str)
 def test_selective_scan_in_chunks(device: torch.device, lengths: tuple[int, ...], chunk: int) -> None:
-    """Runs of less than one chunk, of just one, and of several that the last one does not fill."""
+    """Segments have less than one chunk, exactly one, or several with a last one that is not full."""
     n, n_channels = sum(lengths), 20
     x, dt, b, c = rows_of(n, n_channels, n_channels, 5, 5)
     a, bias, d = -torch.rand(5, n_channels).mul(3).exp() / 4, torch.randn(n_channels) - 1, torch.randn(n_channels)
@@ -157,7 +158,10 @@ def test_stabilise(device: torch.device) -> None:
 
 
 def test_stabilise_behind_a_tail(device: torch.device) -> None:
-    """Tails that are empty and full; bodies among old rows, across, among new ones, and none."""
+    """Tails are empty or full.
+
+    Bodies end among old rows, between old and new ones, among new ones, or there is none.
+    """
     counts, lengths, folds = (0, 1, 2, 9, 9, 3), (1, 1, 2, 1, 20, 1), (1, 0, 3, 4, 21, 0)
     slots = behind_tails((5,), ((5,),), counts, lengths, folds, initial=0.5)
     gate, log_decay = rows_of(sum(lengths), 5, 5)
@@ -174,7 +178,7 @@ TOKEN_MODES = {
 @pytest.mark.parametrize("mode", TOKEN_MODES)
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 1, 5, 48), (4, 2, 9, 7)], ids=str)
 def test_matrix_scan_token_by_token(device: torch.device, shape: tuple[int, int, int, int], mode: str) -> None:
-    """Kinds that no other kernel takes."""
+    """These kinds are taken by no other kernel."""
     (n_heads, n_groups, n_rows, n_columns), (by_column, erases, after_decay) = shape, TOKEN_MODES[mode]
     lengths = (1, 3)
     q, k, v = matrix_rows(sum(lengths), *shape)
@@ -194,10 +198,9 @@ def test_matrix_scan_token_by_token(device: torch.device, shape: tuple[int, int,
 def test_matrix_scan_in_chunks(
     device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype, strong: bool, erases: bool
 ) -> None:
-    """Around the length of a chunk, mixed with runs that are too short for one.
-    `strong`: keys nearly all the same, decays far from one.
+    """Segments are about as long as a chunk, among others that are too short for one.
 
-    Now and then nothing is left at all.
+    With `strong`, keys are nearly equal and decays are far from one. Sometimes nothing of a state is left.
     """
     n, n_heads = sum(CHUNKED), shape[0]
     q, k, v = matrix_rows(n, *shape, dtype=dtype)
@@ -216,7 +219,10 @@ def test_matrix_scan_in_chunks(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_convolution_behind_a_tail(device: torch.device, dtype: torch.dtype) -> None:
-    """Tails that are empty, shorter than the window, full; bodies among old rows, across, among new ones, and none."""
+    """Tails are empty, shorter than the window, or full.
+
+    Bodies end among old rows, between old and new ones, among new ones, or there is none.
+    """
     counts, lengths, folds = (0, 1, 2, 9, 9, 3), (1, 1, 2, 1, 20, 1), (1, 0, 3, 4, 21, 0)
     slots = behind_tails((3, 20), ((23,),), counts, lengths, folds, dtype, initial=0.5)
     rows, weight, bias = torch.randn(sum(lengths), 23), torch.randn(4, 20), torch.randn(20)
@@ -287,7 +293,7 @@ def test_matrix_scan_in_chunks_by_column(
     strong: bool,
     mode: str,
 ) -> None:
-    """`strong`: keys nearly all the same, and decays of which one token's is 1e-9, beside others that are one."""
+    """With `strong`, keys are nearly equal, and one token's decay is 1e-9 beside others that are one."""
     (n_heads, _, n_rows, n_columns), (by_column, erases, after_decay), n = shape, LONG_MODES[mode], sum(lengths)
     q, k, v = matrix_rows(n, *shape, dtype=dtype)
     decay = -torch.rand(n, n_heads, *([n_columns] if by_column else []))
@@ -332,7 +338,7 @@ def test_matrix_scan_token_by_token_behind_a_tail(
 def test_decays_by_column_erase_what_keys_find(
     device: torch.device, sizes: tuple[tuple[int, ...], ...], erases: bool
 ) -> None:
-    """Kimi's delta rule: three rings, whose decays are as wide as keys. Now and then a column forgets all."""
+    """Kimi's delta rule has three rings, with decays as wide as keys. Sometimes a column forgets everything."""
     slots, n = behind_tails((2, 5, 7), ((1, 7), (2, 5), (2, 7)), *sizes), sum(sizes[1])
     q, k, v = matrix_rows(n, 2, 1, 5, 7)
     erase, options = Erase(k, None, after_decay=True) if erases else None, {"strength_TH": torch.rand(n, 2)}

@@ -1,4 +1,4 @@
-"""Pages of attention in steps of several requests, where others share them, and where something fails."""
+"""Steps of several requests use pages of attention that others share, and some steps fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def feed(
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 def test_each_request_is_as_it_would_be_alone(window: int | None) -> None:
-    """The steps have prompts of several pages, single tokens, forks that share a last page, and tokens not kept."""
+    """The steps have prompts of several pages, single tokens, and tokens that are not kept.
+
+    Some requests are forks that share a last page.
+    """
     rng, model = random.Random(2), Toy(recurrent=False, window=window)
     memory = make(model.memory_spec)
     told: dict[Sequence, list[list[int]]] = {memory.open(): [], memory.open(): [], memory.open(): []}
@@ -67,7 +70,7 @@ def test_each_request_is_as_it_would_be_alone(window: int | None) -> None:
 
 
 class _NoMemory:
-    """numpy, once there is no memory for new arrays."""
+    """Stands for numpy when there is no memory for new arrays."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "empty":
@@ -76,7 +79,10 @@ class _NoMemory:
 
 
 def test_a_commit_needs_no_memory_for_page_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan has made room: of sequences that grow, that share all their pages, and whose last page is copied."""
+    """The plan has made room.
+
+    Sequences grow, share all their pages, or have a last page that is copied.
+    """
     memory = make(DRY)
     growing = memory.open()
     for length in range(1, 60):
@@ -118,7 +124,7 @@ def run(memory: HybridMemory, sequence: Sequence, n_tokens: int) -> None:
 
 
 def histories() -> Iterator[tuple[HybridMemory, Sequence]]:
-    """A memory and a sequence of it after each of many operations, drops among them."""
+    """Return a memory and a sequence of it after each of many operations, including drops."""
     rng, memory = random.Random(5), make(DRY)
     live = [memory.open()]
     memory.run(None, {live[0]: [1] * 40})

@@ -1,4 +1,7 @@
-"""Plans against memories on "meta" that are driven in another way: what they hold, to the byte, and how many fit."""
+"""Plans are compared with memories on "meta" that are driven in another way.
+
+Both say to the byte what is held, and how many sequences fit.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +57,9 @@ WINDOWS = [0, 1, 40, 64, 100]
 
 
 def drive(memory: HybridMemory, *sizes: int) -> tuple[int, int]:
-    """Feed a new sequence in steps of these sizes: the most bytes it held after one, and the most that were used in
-    one.
+    """Feed a new sequence in steps of these sizes.
+
+    Return the most bytes held after a step, and the most used in one.
     """
     sequence, held, in_step = memory.open(), 0, 0
     for size in sizes:
@@ -90,7 +94,10 @@ def test_a_plan_is_what_a_memory_holds_that_is_fed(name: str, n_tokens: int) -> 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_what_folds_keep_aside_is_one_more_window(window: int) -> None:
-    """Evicted rows in whole folds; with a storage, as many exact rows; exact pages beside their rounded rows."""
+    """A policy keeps evicted rows aside, in whole folds.
+
+    A storage keeps as many exact rows, in pages beside their rounded rows.
+    """
     h2o, both, storage = (
         plan_sequence(spec, 600, rollback_window=window).by_kind
         for spec in (
@@ -113,7 +120,10 @@ def test_what_folds_keep_aside_is_one_more_window(window: int) -> None:
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("spare", ["none", "all but a line"])
 def test_as_many_fit_as_planned_and_no_more(name: str, spare: str) -> None:
-    """Each is fed while the others are away; then they come back, one after the other."""
+    """Each sequence is fed while the others are swapped out.
+
+    Then they come back, one after the other.
+    """
     plan = plan_sequence(SPECS[name], 700)
     budget = 5 * plan.most_bytes + {"none": 0, "all but a line": plan.most_bytes - 64}[spare]
     n_planned = plan.fit_into(budget)
@@ -132,8 +142,9 @@ def test_as_many_fit_as_planned_and_no_more(name: str, spare: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "mamba", "hybrid", "delta"])
 def test_sequences_fit_that_are_fed_one_after_the_other(name: str) -> None:
-    """As they come in life: nobody waits elsewhere.
-    The steps of the last one find room in what is left, and the next one does not.
+    """No sequence is swapped out, as in real use.
+
+    The steps of the last one find room in what is left, and the next one does not fit.
     """
     plan = plan_sequence(SPECS[name], 700)
     budget = 6 * plan.most_bytes - 64

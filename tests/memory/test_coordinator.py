@@ -1,4 +1,4 @@
-"""A step is all or nothing, whatever a model, a caller or a Ctrl-C does to it."""
+"""A step does everything or nothing, whatever a model, a caller or a Ctrl-C does to it."""
 
 from __future__ import annotations
 
@@ -105,7 +105,10 @@ def test_a_ctrl_c_in_the_books_waits(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> None:
-    """The signal arrives inside of a commit (or plan, or abort): it is raised, but the books are whole."""
+    """The signal arrives inside of a commit, a plan or an abort.
+
+    It is raised, but the books are whole.
+    """
     # A test run in the background may have been started with Ctrl-C ignored.
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, previous))
@@ -131,7 +134,7 @@ def test_a_ctrl_c_in_the_books_waits(
 
 
 def test_weights_that_want_gradients_do_not_reach_the_store(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With kernels of plain torch; compiled ones could hand no gradient on."""
+    """The kernels are those of plain torch. Compiled ones could pass no gradient on."""
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
     memory = HybridMemory(toy.memory_spec, "1MiB")
     a = memory.open()

@@ -1,4 +1,4 @@
-"""A model that may be recorded, where nothing is: tests/kernels_cuda/test_graphs.py has the rest."""
+"""The model may be recorded, but nothing is recorded here. tests/kernels_cuda/test_graphs.py has the rest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ def test_room_is_the_same_for_numbers_that_are_near() -> None:
 
 
 def test_what_stands_for_a_step_while_it_is_recorded_has_notes_of_its_own() -> None:
-    """A recording must compute what its layers share, and the step must not be left what the recording will write."""
+    """A recording must itself compute what its layers share.
+
+    The step must not keep what the recording will write.
+    """
     model = Toy()
     memory = HybridMemory(model.memory_spec, "1MiB")
     with memory.step({memory.open(): [1, 2]}) as step:

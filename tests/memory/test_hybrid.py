@@ -1,4 +1,4 @@
-"""HybridMemory at its edges: bad input, bytes as the spec says, dry runs, and what costs nothing."""
+"""The tests try HybridMemory at its limits: bad input, bytes as the spec says, dry runs, and what costs nothing."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def feed(memory: HybridMemory, model: Toy, sequence: Sequence, tokens: object) -
         return model(step)
 
 
-# Bad input: a named error with the value and the remedy, nothing changed
+# The tests below give bad input. It must raise a named error with the value and the remedy, and change nothing.
 
 
 @pytest.mark.parametrize(
@@ -265,18 +265,19 @@ def test_every_error_is_ours() -> None:
     assert [name for name in library.__all__ if not hasattr(library, name)] == []
 
 
-# Bytes
+# The tests below count bytes.
 
 
 def test_bytes_are_what_the_spec_says(toy: Toy) -> None:
-    """Pages, states and tails of each sequence, and their sum in the arena."""
+    """The test compares pages, states and tails of each sequence, and their sum in the arena."""
     window, page_tokens = 8, 16
     memory = HybridMemory(toy.memory_spec, "1MiB", rollback_window=window, page_tokens=page_tokens)
     a, b = memory.open(), memory.open()
     feed(memory, toy, a, [1] * 40)
     feed(memory, toy, b, [2] * 5)
     usage = memory.usage()
-    # Layer 0: 2 heads of 4, layer 2: 1 head of 4; keys and values; float32. Every field is a multiple of 64 bytes here.
+    # Layer 0 has 2 heads of 4 and layer 2 has 1 head of 4, with keys and values in float32. Every field is a multiple
+    # of 64 bytes here.
     page_bytes = 2 * page_tokens * (2 * 4 + 1 * 4) * 4
     # There are four tensors of 5 elements, each in 64 bytes, and a 4 x 4 matrix.
     state_bytes = 4 * (64 // 4) * 4 + 4 * 4 * 4
@@ -313,8 +314,9 @@ def test_shared_bytes(hybrid: HybridMemory, toy: Toy) -> None:
 
 
 def test_a_window_costs_rows_not_states() -> None:
-    """A Mamba-1 layer with 16 states a channel, bfloat16 rows and float32 state: 64 tokens back cost 2.6 states at
-    most.
+    """A Mamba-1 layer has 16 states for each channel, bfloat16 rows and a float32 state.
+
+    To take back 64 tokens costs at most 2.6 states.
     """
     spec = MemorySpec(((mamba1_spec(4096, 16, 4),),), vocab_size=10, dtype=torch.bfloat16, device=torch.device("meta"))
     memory = HybridMemory(spec, "1GiB", rollback_window=64)  # On a device that is no CPU, the default is fold="replay".
@@ -335,7 +337,7 @@ DEFERRING, DEFERRING_SHORT, MOVING = SSDShape(4, 64, 1, 64, 4).spec(), mamba1_sp
         ((DEFERRING, short_conv_spec(8, 3)), "cuda", 32, "defer"), ((DEFERRING, MOVING), "cuda", 32, "replay"),
         ((), "cuda", 32, "replay"),
         ((DEFERRING,), "meta", 32, "replay"), ((DEFERRING,), "cpu", 32, "keep"),
-        # 10 bytes a token and channel, 64 a state
+        # A token takes 10 bytes for each channel, and a state 64.
         ((DEFERRING_SHORT,), "cuda", 32, "replay"), ((DEFERRING_SHORT,), "cuda", 4, "defer"),
     ],
 )  # fmt: skip
@@ -364,7 +366,7 @@ def test_which_kernels_are_used_can_be_asked(toy: Toy, monkeypatch: pytest.Monke
 
 
 def test_every_family_of_the_library_has_kernels() -> None:
-    """Those of a `Fold`, which is plain torch, are of the user's own.
+    """A `Fold` runs in plain torch, and is the user's own.
 
     `gated_pool` has no state that each token changes: it averages all windows of a step at once, in plain torch.
     """
@@ -381,7 +383,10 @@ def test_states_that_must_move_cannot_be_deferred() -> None:
 
 
 def test_deferred_states_are_one_a_sequence() -> None:
-    """Two while the body moves: every 16 tokens of a window of 32. No other step takes a block."""
+    """A sequence has two while its body moves, which is every 16 tokens of a window of 32.
+
+    No other step takes a block.
+    """
     spec = MemorySpec(((DEFERRING,),), vocab_size=10, device=torch.device("meta"))
     memory = HybridMemory(spec, "1GiB", rollback_window=32, fold="defer")
     sequence, moved_at = memory.open(), []
@@ -411,7 +416,10 @@ def test_decoding_holds_at_most_three_states_and_its_rows(fold: Literal["keep", 
 
 
 def test_layouts_of_real_models_hardly_pad() -> None:
-    """Jamba-1.5-Mini's sizes: 4 attention and 28 Mamba layers. Alignment adds less than 3 %."""
+    """The sizes are those of Jamba-1.5-Mini: 4 attention layers and 28 Mamba layers.
+
+    Alignment adds less than 3 %.
+    """
     attention, mamba = AttentionSpec(32, 8, 128), mamba1_spec(8192, 16, 4)
     layers = tuple((attention if i % 8 == 4 else mamba,) for i in range(32))
     memory = HybridMemory(MemorySpec(layers, 65536, torch.bfloat16, torch.device("meta")), "80GiB", rollback_window=64)
@@ -423,7 +431,7 @@ def test_layouts_of_real_models_hardly_pad() -> None:
     memory.check()
 
 
-# Dry runs, slots, models that remember nothing
+# The tests below are about dry runs, slots, and models that remember nothing.
 
 
 def test_a_dry_run_keeps_the_same_books(toy: Toy) -> None:
@@ -480,7 +488,7 @@ def test_positions_and_packing(hybrid: HybridMemory, toy: Toy) -> None:
         toy(step)
 
 
-# check() is real
+# The tests below show that check() finds faults.
 
 
 def test_check_finds_a_lost_and_a_doubled_reference(hybrid: HybridMemory, toy: Toy) -> None:
@@ -520,7 +528,7 @@ def test_rollback_error_carries_its_numbers() -> None:
     assert (error.to, error.horizon, error.resume_at) == (3, 5, 0)
 
 
-# How bodies move
+# The tests below are about how bodies move.
 
 
 def test_a_fold_that_does_not_exist(toy: Toy) -> None:
@@ -537,7 +545,10 @@ def test_many_sequences_that_were_never_fed_go_back_to_nothing(toy: Toy) -> None
 
 
 def test_kept_states_make_replay_rare(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding runs every row once if heads are kept; with replay, those that bodies pass are run again."""
+    """If heads are kept, decoding runs every row once.
+
+    With replay, rows that bodies pass run again.
+    """
     rows: list[int] = []
     plain = Fold.__call__
 
@@ -558,7 +569,7 @@ def test_kept_states_make_replay_rare(toy: Toy, monkeypatch: pytest.MonkeyPatch)
         assert (sum(rows) == n_recurrences * (21 + 64)) == (fold == "keep")
 
 
-# Dtypes of states
+# The tests below are about dtypes of states.
 
 
 def test_state_dtype_halves_the_states_and_is_checked() -> None:
@@ -590,13 +601,16 @@ def test_state_dtype_halves_the_states_and_is_checked() -> None:
             HybridMemory(spec, "1MiB", state_dtype=wrong)  # type: ignore[arg-type]
 
 
-# Attention windows
+# The tests below are about attention windows.
 
 
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
 @pytest.mark.parametrize("window, rollback_window", [(1, 0), (5, 3), (40, 8)])
 def test_pages_leave_with_the_window(window: int, rollback_window: int, page_tokens: int) -> None:
-    """However long the sequence: the window, what a rollback may need, and the ends of two pages."""
+    """However long the sequence is, its pages hold the window and what a rollback may need.
+
+    The ends of two pages are added.
+    """
     spec = MemorySpec(
         ((AttentionSpec(2, 1, 8, window=window),), (AttentionSpec(2, 1, 8),)), 9, device=torch.device("meta")
     )
@@ -633,7 +647,10 @@ def test_window_0_is_refused() -> None:
 
 
 def test_a_model_that_remembers_nothing_runs_through_the_same_step() -> None:
-    """An encoder or an embedding model: only lengths and tokens are kept, no byte."""
+    """An encoder or an embedding model remembers nothing.
+
+    Only lengths and tokens are kept, and no byte of the budget.
+    """
     spec = MemorySpec(((), ()), 9)
     memory = HybridMemory(spec, 1)
     a, b = memory.open(), memory.open()

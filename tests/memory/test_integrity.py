@@ -1,4 +1,4 @@
-"""`check()` is real: whichever entry of the books is spoiled, it says which."""
+"""`check()` finds whichever entry of the books is spoiled, and names it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BODY_AT, HEAD_AT, KEPT_AT, OFFSET, FLOOR, BODY, HEAD, KEPT, TAIL = range(9)
 
 
 class Books:
-    """A memory with a sequence that has folded, a fork of it and a checkpoint, and what its books say."""
+    """Holds a memory with a folded sequence, a fork of it and a checkpoint, and what its books say."""
 
     def __init__(self) -> None:
         spec = Toy(window=5, device=torch.device("meta")).memory_spec
@@ -110,7 +110,7 @@ def test_what_is_spoiled_is_found(name: str) -> None:
     "length, peak, n_found", [(40, 40, 0), (35, 40, 3), (41, 40, 3), (44, 44, 3), (40, 44, 2), (40, 39, 2)]
 )
 def test_each_kind_compares_lengths_with_what_it_holds(length: int, peak: int, n_found: int) -> None:
-    """Pages that none leaves do not depend on the peak."""
+    """If no page ever leaves, pages do not depend on the peak."""
     own = Books()
     found = 0
     for layers in layer_memories(own.memory).values():
@@ -124,7 +124,10 @@ def test_each_kind_compares_lengths_with_what_it_holds(length: int, peak: int, n
 
 @pytest.mark.parametrize("window", [0, 4])
 def test_nothing_is_found_where_nothing_is_wrong(window: int) -> None:
-    """At the edges: no token, no body, as far back as it goes, in a step, and where tokens were dropped."""
+    """Sequences have no token, no body, or are as far back as possible.
+
+    Others are in a step, or have dropped tokens.
+    """
     model = Toy(attention=False)
     memory = HybridMemory(model.memory_spec, "1MiB", rollback_window=window)
     first, empty = memory.open(), memory.open()

@@ -1,4 +1,4 @@
-"""Rows in few bits: the codes themselves, the kernels that read them, and attention over them against brute force."""
+"""Rows are kept in few bits. The tests check codes, kernels that read them, and attention against brute force."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STORAGES: list[Storage] = [Quantized(8, group=8), Quantized(4, group=4), Quantiz
 @pytest.mark.parametrize("by_channel", [True, False])
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_numbers_come_back_to_half_a_scale(bits: int, by_channel: bool) -> None:
-    """Whatever the spread and the offset of a group, constant ones and outliers included."""
+    """Groups have any spread and offset; some are constant, and some have outliers."""
     x = (
         torch.randn(3, 16, 32) * torch.tensor([1e-4, 1.0, 300.0])[:, None, None]
         + torch.tensor([0.0, -50.0, 2000.0])[:, None, None]
@@ -43,7 +43,7 @@ def test_numbers_come_back_to_half_a_scale(bits: int, by_channel: bool) -> None:
         else grouped.amax(-1) - grouped.amin(-1)
     )
     largest = grouped.abs().amax(1, keepdim=True) if by_channel else grouped.abs().amax(-1)
-    # Half a step of the group; float16 moves its low end by an ulp at most, and the step.
+    # A number may be off by half a step of its group. Float16 moves the group's low end and its step by an ulp at most.
     step = (spread + (largest * 2**-10).clamp(min=2**-24)) / (2**bits - 1) * (1 + 2**-10) + 2**-24
     allowed = step / 2 + largest * 2**-21
     assert ((y - x).abs() <= allowed.repeat_interleave(x.shape[-1] // allowed.shape[-1], -1)).all()
@@ -77,7 +77,7 @@ def test_what_else_is_in_the_batch_changes_no_byte() -> None:
 def folded_rows(
     storage: Storage, lengths: Seq[int], block_rows: int, n_heads: int, head_dim: int, *, by_channel: bool
 ) -> FoldedRows:
-    """Random rows of that many requests in an arena of their own; what lies between them is NaN."""
+    """Return random rows of that many requests in an arena of their own. All bytes between them are NaN."""
     shapes = [
         shape
         for is_key in (True, False)
@@ -113,7 +113,10 @@ def folded_rows(
 def test_the_kernel_reads_what_the_reference_reads(
     storage: Storage, n_heads: int, n_kv_heads: int, head_dim: int, by_channel: bool
 ) -> None:
-    """Few queries and many, requests with nothing folded, blocks that are not full, and every kind of score."""
+    """There are few queries or many, and requests without folded rows.
+
+    Some blocks are not full, and there is every kind of score.
+    """
     counts, lengths, block_rows = [1, 2, 1, 20], [75, 0, 1, 13], 8 if by_channel else 80
     if by_channel:
         lengths = [-(-n // 8) * 8 for n in lengths]
@@ -151,7 +154,7 @@ def test_a_block_of_one_row_is_read_by_its_own_scales(bits: int, group: int) -> 
 
 
 class FoldedBruteForce(BruteForce):
-    """As `BruteForce`; rows that have folded are what a storage makes of them."""
+    """Is `BruteForce` in which a storage rounds the rows that have folded."""
 
     def __init__(self, model: Table, policy: EvictionPolicy | None, storage: Storage, tokens: Seq[int]) -> None:
         super().__init__(model, policy or Recent(4096, sinks=0, every=storage.group), tokens)
@@ -166,7 +169,7 @@ class FoldedBruteForce(BruteForce):
         self.folded = through(self.k, is_key=True), through(self.v, is_key=False)
 
     def show(self, end: int) -> None:
-        """Rows before `end` as the storage has them, the others exact."""
+        """Return the rows before `end` as the storage has them, and the others exactly."""
         has_folded = (torch.arange(len(self.k)) < end)[:, None, None]
         self.k, self.v = (torch.where(has_folded, a, b) for a, b in zip(self.folded, self.exact, strict=True))
 
@@ -228,7 +231,7 @@ def test_what_was_dropped_leaves_no_trace(storage: Storage, policy: EvictionPoli
 @pytest.mark.parametrize("dtype", [torch.bfloat16, *([torch.float16] if IS_FULL else [])])
 @pytest.mark.parametrize("policy", [None, H2O(64, every=64)], ids=str)
 def test_memories_of_16_bits(dtype: torch.dtype, policy: EvictionPolicy | None) -> None:
-    """In 8 bits they give what exact rows give, to a step of the codes."""
+    """Rows in 8 bits give what exact rows give, up to a step of the codes."""
     outputs = []
     for storage in (None, Quantized(8, group=64)):
         spec = MemorySpec(((AttentionSpec(4, 2, 32, policy=policy, storage=storage),),), 512, dtype=dtype)
@@ -244,7 +247,10 @@ def test_memories_of_16_bits(dtype: torch.dtype, policy: EvictionPolicy | None) 
 
 
 def test_bytes_are_those_of_the_codes() -> None:
-    """4 bits in groups of 64: at most 30 % of float16, measured in the arena, the exact tail apart."""
+    """Rows of 4 bits in groups of 64 take at most 30 % of float16.
+
+    The arena is measured without the exact tail.
+    """
     n_tokens, row_elements = 4096, 2 * 4 * 64
     spec = MemorySpec(((AttentionSpec(4, 4, 64),),) * 2, 512)
     memory = HybridMemory(spec.with_storage(Quantized(4)), "64MiB", rollback_window=32, device="meta")
@@ -262,7 +268,7 @@ def test_bytes_are_those_of_the_codes() -> None:
 
 
 def test_layers_may_differ_and_read_well() -> None:
-    """Layer 0 exact, layer 1 in 8 bits, the others a budget of rows in 4 bits."""
+    """Layer 0 is exact, layer 1 has 8 bits, and the others have a budget of rows in 4 bits."""
     plain = MemorySpec(((AttentionSpec(4, 2, 16),),) * 4, 512)
     spec = plain.with_storage(Quantized(8, group=16), layers=[1])
     spec = spec.with_policy(H2O(64), layers=[2, 3]).with_storage(Quantized(4, group=16), layers=[2, 3])

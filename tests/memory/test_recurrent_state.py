@@ -1,6 +1,6 @@
-"""A checkpoint without a tail holds one state and a page, and who returns to it goes on exactly.
+"""A checkpoint without a tail holds one state and a page, and a sequence that returns to it continues exactly.
 
-Where there is no state at its position, which is so with fold mode "defer" and after a rollback, one is computed.
+With fold mode "defer", and after a rollback, there is no state at its position. Then one is computed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def with_marks(memory: HybridMemory, model: Any, *positions: int) -> tuple[Seque
 @pytest.mark.parametrize("fold", FOLDS)
 @pytest.mark.parametrize("counts", [[1] * pick(12, 30), [40], [3, 9, 1, 20, 2], [7, 8, 8, 9]], ids=str)
 def test_who_returns_to_a_slimmed_one_goes_on_exactly(fold: Any, counts: list[int]) -> None:
-    """At fold points and beside them, in place and by a fork, in steps of any lengths, with rollbacks behind them."""
+    """Checkpoints are at fold points and beside them.
+
+    Sequences return in place and by a fork, then take steps of any lengths and rollbacks.
+    """
     memory, model = make(fold)
     sequence, marks = with_marks(memory, model, 5, 8, 16, 29, 41, 48)
     memory.check()
@@ -96,7 +99,10 @@ def dry(spec: RecurrentSpec) -> MemorySpec:
 @pytest.mark.parametrize("fold", DRY_FOLDS)
 @pytest.mark.parametrize("spec", [mamba1_spec(256, 16, 4), linear_attention_spec(4, 32, 32), rwkv7_spec(4, 32)])
 def test_each_holds_a_state_and_a_page(fold: Any, spec: Any) -> None:
-    """A budget for 30 such checkpoints holds 30, beside the sequence and a step, and nothing else gives way."""
+    """A budget for 30 such checkpoints holds 30, beside the sequence and a step.
+
+    Nothing else is closed.
+    """
     layers = dry(spec)
     roomy = HybridMemory(layers, "1TiB", rollback_window=32, fold=fold)
     sizes = {pool.name: pool.block_bytes for pool, _ in layer_memories(roomy).pools}
@@ -150,7 +156,10 @@ def test_it_can_be_saved_and_swapped(fold: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fold", FOLDS)
 def test_a_state_within_the_tail_is_computed_and_the_tail_let_go(fold: Any) -> None:
-    """What the sequence and its forks hold is not touched, bit for bit, and they go on beside it."""
+    """What the sequence and its forks hold stays the same, bit for bit.
+
+    They continue beside it.
+    """
     memory, model = make(fold)
     sequence, _ = with_marks(memory, model, 30)
     ahead = memory.fork(sequence)
@@ -171,7 +180,10 @@ def test_a_state_within_the_tail_is_computed_and_the_tail_let_go(fold: Any) -> N
 
 
 def test_without_room_for_a_state_it_is_refused_unless_it_holds_the_tail() -> None:
-    """Then nothing has changed, and the budget that the error names is enough."""
+    """Then nothing has changed.
+
+    The budget that the error names is enough.
+    """
     memory, model = make("defer, ssd", budget="24KiB")
     sequence, marks = memory.open(), list[Sequence]()
     memory.run(model, {sequence: TEXT[:30]})

@@ -1,4 +1,4 @@
-"""A layer that fails inside of a step and is called again: its second call is right, or is refused."""
+"""If a layer fails inside of a step and is called again, its second call is right, or is refused."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from tests.toy import FamilyToy, Toy
 
 
 class Failing:
-    """A step whose layers fail, one after the other, when all of a call's work has been done, and are called again at
-    once.
+    """Is a step whose layers fail, one after the other, when all work of a call has been done.
+
+    Each is then called again at once.
     """
 
     def __init__(self, memory: HybridMemory, step: Step) -> None:

@@ -1,5 +1,6 @@
-"""Random checkpoints as transformers writes them, with weights under which attention, both states and the experts all
-matter.
+"""Makes random checkpoints as transformers writes them.
+
+Their weights make attention, both states and the experts matter.
 """
 
 from __future__ import annotations
@@ -51,15 +52,17 @@ STATE_LISTS = ("rwkv", "rwkv7")
 
 @torch.no_grad()
 def randomise_(model: nn.Module) -> None:
-    """Weights of a trained model's size instead of an initialisation's, so that nothing is close to zero or to the
-    identity.
+    """Set weights of a trained model's size, instead of those of an initialisation.
+
+    So nothing is close to zero or to the identity.
     """
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
-            weight.uniform_(-3, 1)  # States hardly fade, or last a token only, or anything between.
+            weight.uniform_(-3, 1)  # Some states hardly fade, some last for one token only, and some are between.
         elif name.endswith("recurrent_param"):
             weight.uniform_(-4, -1)  # RG-LRU's decays have a range like that.
-        elif name.endswith("gate_weight"):  # of RG-LRU; where its gates close, transformers' 1 - a^2 loses its digits
+        # These are RG-LRU's. Where its gates close, transformers' 1 - a^2 loses digits.
+        elif name.endswith("gate_weight"):
             weight.normal_(0, 0.3 * weight.shape[-1] ** -0.5)
         elif name.endswith("time_decay"):
             weight.uniform_(-4, 1)  # RWKV-4's decays have a range like that.
@@ -74,31 +77,34 @@ def randomise_(model: nn.Module) -> None:
         elif name.endswith("igate_preact.bias"):
             weight.normal_(-1, 1)
         elif name.endswith(".temp"):
-            weight.normal_(2, 0.3)  # of Zaya's keys, which all have the same length
+            weight.normal_(2, 0.3)  # This scales Zaya's keys, which all have the same length.
         elif name.endswith("hyper_connection_mixer.hc_norm.weight"):
-            weight.normal_(2, 0.3)  # nothing norms the mixture of streams, which is small, before Qwen4-Exp's head
+            weight.normal_(2, 0.3)  # The mixture of streams is small, and no norm follows it before Qwen4-Exp's head.
         elif "message_gate" in name:
-            weight.normal_(0, 0.4 * weight.shape[-1] ** -0.5)  # of Inkling2Loop; any error would grow from pass to pass
+            # In Inkling2Loop, any error would grow from pass to pass.
+            weight.normal_(0, 0.4 * weight.shape[-1] ** -0.5)
         elif name.endswith(".sinks"):
-            weight.normal_(1, 1)  # of gpt-oss, some of which outweigh all tokens of a window
+            weight.normal_(1, 1)  # Some sinks of gpt-oss outweigh all tokens of a window.
         elif name.endswith(".k_a"):
             weight.normal_(1, 0.2)
         elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):
-            weight.normal_(float(weight.mean()), 0.2)  # around what it starts from: 1, or 0 where the norm adds the 1
+            weight.normal_(float(weight.mean()), 0.2)  # Such weights start at 1, or at 0 if the norm adds the 1.
         elif name.endswith("_scale"):
             weight.normal_(1, 0.2)  # These scale Zaya's residual streams and router rows.
         elif "adapter" in name or (name.endswith(".linear.weight") and "self_attn" not in name):
-            # What Zamba2's shared blocks say is normed, however small it was: any error in it would grow from block to
-            # block.
+            # The output of Zamba2's shared blocks is normed, however small it was. So any error in it would grow from
+            # block to block.
             weight.normal_(0, 0.25 * weight.shape[-1] ** -0.5)
         elif "embed" in name or name.endswith(("conv1d.weight", "bias")):
             weight.normal_(0, 0.5)
         else:
             weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
     for name, buffer in model.named_buffers():
-        if name.endswith(("e_score_correction_bias", "expert_bias")):  # start at zero, where they would decide nothing
+        # These start at zero, where they would decide nothing.
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(0, 0.3)
-        if name.endswith("balancing_biases"):  # of Zaya; transformers sets the last one to -1 whatever a file says
+        # These are Zaya's. Transformers sets the last one to -1 whatever a file says.
+        if name.endswith("balancing_biases"):
             buffer[:-1].normal_(-0.7, 0.3)
 
 
@@ -118,13 +124,13 @@ def write_checkpoint(
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that makes models of such a config."""
+    """Return the class of transformers that makes models of such a config."""
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 
 @dataclass
 class Peer:
-    """The same checkpoint in transformers."""
+    """Holds the same checkpoint in transformers."""
 
     model: PreTrainedModel
 
@@ -135,7 +141,10 @@ class Peer:
 
     @torch.no_grad()
     def logits(self, tokens: list[int], cache: PeerCache | None = None) -> Tensor:
-        """(n, vocab). A cache goes on from where it stands; with one, feed a first prompt or single tokens only."""
+        """Return logits (n, vocab). A cache continues where it is.
+
+        With a cache, feed a first prompt or single tokens only.
+        """
         options = {"use_cache": False} if cache is None else cache.options(len(tokens))
         output = self.model(torch.tensor([tokens]), **options)
         if cache is not None:
@@ -159,7 +168,7 @@ _MAKE_CACHE: dict[str, Callable[[PreTrainedConfig], Any]] = {
 
 @dataclass
 class PeerCache:
-    """What transformers remembers of one sequence, and how its models want to be handed it."""
+    """Holds what transformers remembers of one sequence, and knows how models take it."""
 
     model: PreTrainedModel
     n_tokens: int = 0
@@ -173,7 +182,7 @@ class PeerCache:
             self.model._setup_cache(self.model.config, 1, self.model.device, self.model.dtype)
 
     def options(self, n_tokens: int) -> dict[str, Any]:
-        """Arguments of the forward call for the next tokens."""
+        """Return arguments of the forward call for the next tokens."""
         if self.model.config.model_type in STATE_LISTS:
             return {"use_cache": True, "state": self.state}
         if "position_ids" not in inspect.signature(type(self.model).forward).parameters:
@@ -184,7 +193,7 @@ class PeerCache:
         return {"use_cache": True, cache_argument(self.model): self.cache, "position_ids": positions}
 
     def after(self, output: Any) -> None:
-        """Told of what a call returned."""
+        """Take what a call has returned."""
         if self.model.config.model_type in STATE_LISTS:
             self.state = output.state
 

@@ -1,4 +1,4 @@
-"""Writes models that only attend, as llama.cpp's converter does, and what their tensors have in common with others'."""
+"""Writes models without recurrent layers as llama.cpp's converter does, and holds what all such writers share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pair_all(config: dict[str, Any], tensors: Tensors) -> Tensors:
 
 
 def stack_experts(tensors: Tensors, prefix: str) -> Tensors:
-    """Stack experts that are stored one by one, under llama.cpp's own names for that."""
+    """Stack experts that are stored one by one. llama.cpp has names of its own for the stacks."""
     found: Tensors = {}
     stacks: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -53,7 +53,7 @@ def stack_experts(tensors: Tensors, prefix: str) -> Tensors:
 
 
 def split_experts(tensors: Tensors, prefix: str = "mlp") -> Tensors:
-    """Stack experts, and part the halves of those that are stacked with gate and up in one."""
+    """Stack experts, and split stacks in which gate and up are one tensor."""
     found: Tensors = {}
     for name, tensor in stack_experts(tensors, prefix).items():
         if name.endswith("experts.gate_up_proj"):
@@ -101,7 +101,7 @@ def _qwen3(config: dict[str, Any], tensors: Tensors) -> Written:
 
 
 def _gemma(config: dict[str, Any], tensors: Tensors) -> Written:
-    """Write Gemma 2 or 3. Norms get the one that is added to their weights."""
+    """Write Gemma 2 or 3. The converter adds one to the weights of their norms."""
     is_third = config["model_type"] == "gemma3_text"
     arch = MODEL_ARCH.GEMMA3 if is_third else MODEL_ARCH.GEMMA2
     fields = attention_fields(config) | {
@@ -131,7 +131,7 @@ def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deepseek(config: dict[str, Any], tensors: Tensors) -> Written:
-    """Write DeepSeek-V2 or V3. Keys and values that are made of a latent are apart, and keys transposed."""
+    """Write DeepSeek-V2 or V3. Keys and values that are made from a latent are separate, and keys are transposed."""
     is_third, rope = config["model_type"] == "deepseek_v3", config["rope_parameters"]
     n_heads, n_plain, n_latent = (config[k] for k in ("num_attention_heads", "qk_nope_head_dim", "kv_lora_rank"))
     fields = attention_fields(config | {"num_key_value_heads": 1}) | {
@@ -186,7 +186,7 @@ def _index_fields(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _glm5_next(config: dict[str, Any], tensors: Tensors) -> Written:
-    """Write GLM-5.3: as Kimi Linear where the package has no names for it, with an index and routed streams."""
+    """Write GLM-5.3 with an index and routed streams. It is Kimi Linear if the package has no names for it."""
     n_layers, index = config["num_hidden_layers"], {}
     rest = {name.replace("model.language_model.", "model."): tensor for name, tensor in tensors.items()}
     for name in [name for name in rest if ".hc_" in name or ".indexer." in name]:
@@ -241,7 +241,7 @@ def _latent(config: dict[str, Any], layers: list[int]) -> dict[str, Any]:
 
 
 def _delta_attention(config: dict[str, Any], tensors: Tensors, experts: str = "block_sparse_moe") -> Written:
-    """Write Kimi Linear or Ling 3, which is written as Kimi Linear where the package has no names for it."""
+    """Write Kimi Linear, or Ling 3, which is Kimi Linear if the package has no names for it."""
     is_ling = config["model_type"] == "bailing_hybrid"
     layers = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
     fields = _latent(config, layers)

@@ -114,7 +114,7 @@ def described(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dic
 
 
 def _behind(name: str, n_layers: int) -> str:
-    """Return where llama.cpp's converter has a tensor of Qwen's draft head: in the layer behind the last one."""
+    """Return where llama.cpp's converter has a tensor of Qwen's draft head: in a layer after the last one."""
     for part, own in (
         ("mtp.layers.0", ""), ("mtp.fc", ".eh_proj"), ("mtp.pre_fc_norm_embedding", ".enorm"),
         ("mtp.pre_fc_norm_hidden", ".hnorm"), ("mtp.norm", ".shared_head.norm"),
@@ -186,7 +186,7 @@ def add_field(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _of_states(tensors: Tensors) -> Tensors:
-    """Change what Mamba layers keep, as for llama.cpp's kernels."""
+    """Change the decays and convolutions of Mamba layers as llama.cpp's kernels need them."""
     found = {}
     for name, tensor in tensors.items():
         if name.endswith("A_log"):
@@ -200,7 +200,7 @@ def _of_states(tensors: Tensors) -> Tensors:
 
 
 def _of_heads(config: dict[str, Any], tensors: Tensors) -> Tensors:
-    """Change Mamba-2's: one column for A and D, a row for each group of a norm."""
+    """Change those of Mamba-2: one column for A and D, and a row for each group of a norm."""
     n_groups = config.get("mamba_n_groups") or config["n_groups"]
     found = {}
     for name, tensor in _of_states(tensors).items():
@@ -338,7 +338,7 @@ def _lfm2_moe(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dic
     found: Tensors = {}
     for name, tensor in stack_experts(_of_states(tensors), "feed_forward").items():
         *rest, part, _ = name.split(".")
-        if ".experts." in name and part in parts:  # stacked
+        if ".experts." in name and part in parts:  # These tensors are stacked.
             name = ".".join((*rest, parts[part], "weight"))
         found[name + ".bias" if name.endswith("expert_bias") else name] = tensor
     return MODEL_ARCH.LFM2MOE, fields, renamed(MODEL_ARCH.LFM2MOE, found)
@@ -375,7 +375,7 @@ def _nemotron_h(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, d
 
 
 def _rwkv7(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
-    """Write flash-linear-attention's checkpoint: the first layer gets copies of a where others mix values."""
+    """Write flash-linear-attention's checkpoint. The first layer gets copies of `a` in place of mixed values."""
     fields = {
         "context_length": 2**20, "wkv.head_size": config["head_dim"],
         "attention.decay_lora_rank": config["decay_low_rank_dim"],
@@ -432,7 +432,7 @@ def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
         fields["feed_forward_length"] = config["intermediate_size"]
 
     def tile(rows: Tensor, width: int) -> Tensor:
-        """Put the first value head of every key head before all second ones, and so on."""
+        """Put the first value heads of all key heads before all second ones, and so on."""
         heads = list(rows.split(width))
         return torch.cat([heads[k * (n_v // n_k) + r] for r in range(n_v // n_k) for k in range(n_k)])
 

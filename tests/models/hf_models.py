@@ -1,4 +1,4 @@
-"""Random transformers models for tests of the bridge, and the memory and cache of one."""
+"""Makes random transformers models for tests of the bridge, with the memory and the cache of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GREEDY: dict[str, Any] = {
 
 @cache
 def hf_model(name: str) -> PreTrainedModel:
-    """One object for all tests, which leave it as they found it."""
+    """Return one model for all tests, which leave it as they found it."""
     torch.manual_seed(5)
     config = CONFIGS[name]()
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
@@ -43,7 +43,7 @@ def hf_model(name: str) -> PreTrainedModel:
 
 @contextmanager
 def attached(name: str, n_rows: int, **options: Any) -> Iterator[tuple[PreTrainedModel, HybridCache]]:
-    """The model with a cache of new sequences; at the end every book balances and all bytes are back."""
+    """Attach a cache of new sequences to the model. At the end, every book balances and all bytes are back."""
     model = hf_model(name)
     with attach(model) as bridge:
         memory = HybridMemory(
@@ -57,24 +57,24 @@ def attached(name: str, n_rows: int, **options: Any) -> Iterator[tuple[PreTraine
 
 
 def given(cache: Any) -> dict[str, Any]:
-    """The argument by which models of this transformers take a cache."""
+    """Return the argument by which models of this transformers take a cache."""
     return {CACHE_NAME: cache}
 
 
 def ids(n_tokens: int, seed: int = 0) -> Tensor:
-    """(1, n_tokens)."""
+    """Return ids (1, n_tokens)."""
     return torch.tensor([draw_tokens(n_tokens, seed)])
 
 
 def padded(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Rows of these lengths with padding on their left, and their attention mask."""
+    """Return rows of these lengths with padding on their left, and their attention mask."""
     width = max(lengths)
     rows = [torch.nn.functional.pad(ids(n, seed + i), (width - n, 0)) for i, n in enumerate(lengths)]
     return torch.cat(rows), torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
 
 
 def generate(model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
-    """With a mask wherever the class takes one: without one, `generate` takes a token 0 for padding."""
+    """Generate, with a mask if the class takes one. Without a mask, `generate` takes a token 0 for padding."""
     options = GREEDY | options
     if mask is not None or "attention_mask" in inspect.signature(type(model).forward).parameters:
         options["attention_mask"] = torch.ones_like(tokens) if mask is None else mask
@@ -83,11 +83,11 @@ def generate(model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None,
 
 @torch.no_grad()
 def logits(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
-    """(rows, tokens, vocab)."""
+    """Return logits (rows, tokens, vocab)."""
     return model(tokens, **options).logits
 
 
 def stacked(output: GenerateDecoderOnlyOutput) -> Tensor:
-    """(rows, new tokens, vocab)."""
+    """Return logits (rows, new tokens, vocab)."""
     assert output.logits is not None
     return torch.stack(output.logits, 1)

@@ -1,4 +1,4 @@
-"""Configs with fields that no checkpoint of ours has, and what transformers and we make of them."""
+"""Makes configs with fields that none of our checkpoints has, and judges what the library makes of them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Path = tuple[str, ...]
 Changes = dict[Path, Any]
 
 SUBJECTS: dict[str, Callable[[], PreTrainedConfig]] = {
-    # transformers does not know it
+    # Transformers does not know this family.
     **{name: config for name, config in checkpoints.CONFIGS.items() if not name.startswith("rwkv7")},
     **test_encoder_decoder.CONFIGS,
     "qwen3.5-that-sees": lambda: Qwen3_5Config(text_config=qwen3_5_config().to_dict(), vision_config=EYES),
@@ -65,11 +65,13 @@ ABSENT = object()
 _NOT_OPTIONS = {
     "architectures", "model_type", "transformers_version", "_name_or_path", "id2label", "label2id", "vision_config",
     "dtype",  # `load_model` chooses how numbers are stored.
-    # xLSTM's most tokens at once: with few of them transformers rounds its states in between, with 0 it never ends.
+    # This limits how many tokens xLSTM takes at once. With few of them, transformers rounds its states in between; with
+    # 0, it never ends.
     "max_inference_chunksize",
-    # How Qwen4-Exp's files are cut. They load however that is, and transformers cannot write them in no part at all.
+    # This says into how many parts Qwen4-Exp's files are cut. They load with any number, and transformers cannot write
+    # them with 0.
     "split_ngram_parts",
-    # Ids from this one on are no tokens, and refused as such; transformers embeds them all the same.
+    # Ids from this one on are no tokens. The model refuses them, and transformers embeds them.
     "unpadded_vocab_size",
 }  # fmt: skip
 _WORDS = (
@@ -103,7 +105,7 @@ def class_of(subject: str) -> str:
 
 
 def fields_of(raw: dict[str, Any], path: Path = ()) -> Iterator[Path]:
-    """All that a config says, and what it says inside of it."""
+    """Return all fields of a config, and of the configs inside it."""
     for name, value in raw.items():
         if name in _NOT_OPTIONS:
             continue
@@ -119,7 +121,7 @@ def at(raw: dict[str, Any], path: Path) -> Any:
 
 
 def values_for(path: Path, value: Any) -> list[Any]:
-    """Other values of a field, sensible and not."""
+    """Return other values of a field, sensible and not."""
     name = path[-1]
     if len(path) > 1 and name in _ROPE:
         return [ABSENT, *_ROPE[name]]
@@ -153,7 +155,7 @@ def values_for(path: Path, value: Any) -> list[Any]:
 
 
 def single_changes(subject: str) -> Iterator[Changes]:
-    """Each field of a config on its own, with each of its other values."""
+    """Change each field of a config on its own, to each of its other values."""
     raw = SUBJECTS[subject]().to_dict()
     for path in fields_of(raw):
         for value in values_for(path, at(raw, path)):
@@ -169,7 +171,7 @@ def single_changes(subject: str) -> Iterator[Changes]:
 
 
 def foreign_changes(subject: str, n_at_once: int = 5) -> Iterator[Changes]:
-    """Fields of other classes, which code may ask for where a class does not have them."""
+    """Add fields of other classes. Code may read such a field even if a class does not have it."""
     own = SUBJECTS[subject]().to_dict()
     others: dict[str, Any] = {
         "partial_rotary_factor": 0.5,
@@ -188,7 +190,7 @@ def foreign_changes(subject: str, n_at_once: int = 5) -> Iterator[Changes]:
 
 
 def random_changes(subject: str, generator: random.Random) -> Changes:
-    """Two to four fields at once."""
+    """Change two to four fields at once."""
     by_path: dict[frozenset[Path], list[Changes]] = {}
     for changes in single_changes(subject):
         by_path.setdefault(frozenset(changes), []).append(changes)
@@ -199,7 +201,7 @@ def random_changes(subject: str, generator: random.Random) -> Changes:
 
 
 def mutated(subject: str, changes: Changes) -> PreTrainedConfig:
-    """As transformers reads such a config.json. Raises whatever it raises."""
+    """Return the config that transformers reads from such a config.json. Raises whatever transformers raises."""
     base = SUBJECTS[subject]()
     raw = copy.deepcopy(base.to_dict())
     for path, value in changes.items():
@@ -226,8 +228,10 @@ class Verdict:
 
 
 def judge(subject: str, changes: Changes) -> Verdict:
-    """Build it with transformers; ours must give its logits, or refuse at load and name one of the
-    fields or its value."""
+    """Build the model with transformers.
+
+    Ours must give its logits, or refuse at load and name one of the fields or its value.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -242,7 +246,7 @@ def judge(subject: str, changes: Changes) -> Verdict:
         except HybridMemoryError as error:
             if any(name in str(error) for name in _names(changes)):
                 return Verdict("refused", str(error))
-            if "cannot write" in str(error):  # transformers writes no file of it, so none can be loaded.
+            if "cannot write" in str(error):  # Transformers writes no file of it, so none can be loaded.
                 return Verdict("impossible", str(error))
             return Verdict("impossible" if expected is None else "wrong", f"refused without a name: {error}")
         except Exception as error:
@@ -270,7 +274,7 @@ def _try(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
 
 
 def _names(changes: Changes) -> Iterator[str]:
-    """What a refusal may name: a field that was changed, inside of it too, or the word that stands there."""
+    """Return what a refusal may name: a changed field, a field inside it, or the value of either."""
     for path, value in changes.items():
         yield from path
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]

@@ -1,8 +1,7 @@
-"""RWKV-7 as Peng et al. 2025, "RWKV-7 Goose", section 4 and appendix, write it: one token after the other, in plain
-torch.
+"""RWKV-7 as Peng et al. 2025, "RWKV-7 Goose", section 4 and appendix, write it: token by token, in plain torch.
 
-It knows nothing of ours but the config. Its parameters have the names and shapes of flash-linear-attention's
-checkpoints, so what it saves is such a checkpoint.
+It uses nothing of this library but the config. Its parameters have the names and shapes of flash-linear-attention's
+checkpoints, so it saves such checkpoints.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Lora(nn.Module):
 
 
 class TimeMixing(nn.Module):
-    """Of one token: x (M,), the one before (M,), and the state (H, V, N)."""
+    """Computes time mixing of one token, from x (M,), the x of the token before (M,), and the state (H, V, N)."""
 
     def __init__(self, config: RWKV7Config, layer: int) -> None:
         super().__init__()
@@ -122,9 +121,7 @@ class Output(ModelOutput):
 
 
 class RWKV7ForCausalLM(PreTrainedModel):
-    """Takes and gives back its state as a list: for each layer the last input of both halves, and between them the
-    matrices.
-    """
+    """Takes and returns its state as a list: for each layer the last inputs of both halves, and the matrices."""
 
     config_class = RWKV7Config
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
@@ -149,7 +146,7 @@ class RWKV7ForCausalLM(PreTrainedModel):
         return Output(logits=torch.stack(logits)[None], state=state if use_cache else None)
 
     def nothing(self) -> list[Tensor]:
-        """The state before the first token."""
+        """Return the state before the first token."""
         n_model, n_heads = self.config.hidden_size, self.config.num_heads
         shapes = (n_model,), (n_heads, n_model // n_heads, n_model // n_heads), (n_model,)
         return [torch.zeros(shape, dtype=self.dtype) for _ in self.model.layers for shape in shapes]

@@ -1,4 +1,4 @@
-"""Random checkpoints of models that see, as transformers writes them, and pictures for them."""
+"""Writes random checkpoints of models that see, as transformers does, and pictures for them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def write_seeing(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -
     """Write a small Qwen3.5 that sees, with its image processor, and return transformers' model.
 
     Args:
-        placeholder: the token that stands for a row; those behind it stand for videos, and around pictures.
+        placeholder: the token that stands for a row. The three ids after it stand for a row of a video, and for the
+            begin and the end of a picture.
     """
     config = Qwen3_5Config(
         text_config=qwen3_5_config(rope_parameters=SHARES, **text).to_dict(), vision_config=EYES,
@@ -118,7 +119,7 @@ def write_lfm3_vl(folder: Path) -> PreTrainedModel:
 def write_nemotron_h_omni(folder: Path) -> PreTrainedModel:
     ears = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_hidden_size": 16}
     ears |= {"projection_bias": False}
-    text = nemotron_config(num_nextn_predict_layers=1).to_dict()  # so that the tower's output is normed
+    text = nemotron_config(num_nextn_predict_layers=1).to_dict()  # With this option, the tower's output is normed.
     config = NemotronH_Omni_Reasoning_V3_Config(
         text_config=text, vision_config=RADIO_EYES, vision_hidden_size=16, projector_hidden_size=12,
         image_token_id=PLACEHOLDER, video_token_id=4, audio_token_id=7, audio_config=ears,

@@ -1,8 +1,8 @@
-"""Every field of every config is honoured as transformers honours it, or refused at load by name.
+"""The library treats every field of every config as transformers does, or refuses it at load by name.
 
-MUTATIONS=full tries each value of each field of each class, fields of other classes, and some of them together, for an
-hour of one core; otherwise a few of them are drawn, always the same, beside those that were wrong once. Every fourth
-class and former fault is tried by default, all by TESTS=long.
+By default the tests draw a few mutations with a fixed seed, and add those that were wrong once. They try every fourth
+class and former fault, and TESTS=long tries all. MUTATIONS=full tries each value of each field of each class, fields of
+other classes, and some combinations, which takes an hour of one core.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_several_fields_at_once_are_honoured_or_refused(subject: str) -> None:
     assert not wrong_of(subject, [random_changes(subject, generator) for _ in range(n_drawn)])
 
 
-# What these tests can see
+# The tests below show what these tests can see.
 
 
 def test_a_field_that_was_ignored_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +145,6 @@ def test_a_refusal_without_a_name_would_show(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_most_mutations_are_of_use() -> None:
-    """Of those drawn, about as many can be built by transformers as cannot."""
+    """Transformers can build about half of the mutations that are drawn."""
     kinds = [judge("mistral", changes).kind for changes in random.Random(0).sample(list(single_changes("mistral")), 12)]
     assert kinds.count("equal") > 3

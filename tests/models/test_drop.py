@@ -1,4 +1,4 @@
-"""Dropping tokens of a model: keys stand as if computed where they are now."""
+"""After tokens of a model were dropped, its keys are as if computed at their new positions."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def fed(model: LanguageModel, tokens: list[int]) -> tuple[HybridMemory, Sequence
 def test_keys_of_the_first_layer_are_those_of_a_sequence_that_never_saw_the_dropped_tokens(
     name: str, tmp_path: Path
 ) -> None:
-    """They depend on the token and its position only, if no layer comes before; else on what the model saw, as later
-    layers' do.
+    """No layer comes before it, so its keys depend only on the token and the position.
+
+    Later keys depend on what the model saw.
     """
     model = load_model(write_checkpoint(tmp_path, CONFIGS[name]()))
     tokens = draw_tokens(60)
@@ -46,7 +47,7 @@ def test_keys_of_the_first_layer_are_those_of_a_sequence_that_never_saw_the_drop
 
 
 def test_a_later_layer_still_carries_a_trace(tmp_path: Path) -> None:
-    """What the docstring says of deeper layers is so: else the approximation would need no word."""
+    """The docstring of `drop` says so of deeper layers. Otherwise no user would have to ask for the approximation."""
     model = load_model(write_checkpoint(tmp_path, CONFIGS["llama"]()))
     tokens = draw_tokens(60)
     memory, sequence = fed(model, tokens)

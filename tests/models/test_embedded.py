@@ -1,4 +1,4 @@
-"""The checkpoint that ships with the library: it answers from memory, and only from memory."""
+"""The checkpoint that comes with the library answers from memory, and only from memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, turns: list[Turn]) -> tuple[list[int], list[int]]:
-    """The dialogue up to the last reply, and that reply with its end token."""
+    """Return the dialogue up to the last reply, and that reply with its end token."""
     prompt = tokenizer.apply_chat_template(messages(turns)[:-1], add_generation_prompt=True)["input_ids"]
     return prompt, [*tokenizer.encode(turns[-1].reply), tokenizer.eos_token_id]
 
@@ -78,7 +78,7 @@ def _attend_to_itself(step: Step, layer: int, q: torch.Tensor, k: torch.Tensor, 
 
 @pytest.fixture(scope="module")
 def dialogues() -> list[list[Turn]]:
-    """Facts that training never showed, at distances up to some 400 tokens."""
+    """Return dialogues about facts that training never showed, at distances up to some 400 tokens."""
     rng = random.Random(2024)
     return [make_dialogue(rng, rng.choice((6, 12, 20)), held_out=True, talk=0.4) for _ in range(N_DIALOGUES)]
 
@@ -89,7 +89,10 @@ def test_it_answers_what_it_was_told(model: LanguageModel, tokenizer: Tokenizer,
 
 @pytest.mark.parametrize("row", ASKED)
 def test_it_copies_words_that_training_never_showed(model: LanguageModel, tokenizer: Tokenizer, row: str) -> None:
-    """Names, cities, colours and numbers, of several facts, and of the last statement of a fact."""
+    """The words are names, cities, colours and numbers.
+
+    There are several facts, and the last statement of a fact counts.
+    """
     rng = random.Random(f"2024 {row}")
     words = Words(rng)
     situations = [SITUATIONS[name] for name in ("1 fact", "3 facts", "changed once") for _ in range(16)]
@@ -98,7 +101,7 @@ def test_it_copies_words_that_training_never_showed(model: LanguageModel, tokeni
 
 
 def test_states_of_8_bits_lose_no_answer(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Prompts are fed 16 tokens a step, and each step rounds states once. TESTS=long takes 200 dialogues."""
+    """Prompts are fed in steps of 16 tokens, and each step rounds states once. TESTS=long takes 200 dialogues."""
     rng = random.Random(2024)
     more = [make_dialogue(rng, rng.choice((6, 12, 20)), held_out=True, talk=0.4) for _ in range(pick(20, 200))]
     encoded = [encode(tokenizer, turns) for turns in more]
@@ -120,7 +123,7 @@ def test_states_of_8_bits_lose_no_answer(model: LanguageModel, tokenizer: Tokeni
 def test_a_dropped_memory_is_a_wrong_answer(
     model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list[Turn]], kind: str
 ) -> None:
-    """So that a bug which loses either kind cannot hide behind the other."""
+    """A bug that loses one kind of memory cannot hide behind the other kind."""
     assert share_right(model, tokenizer, dialogues, forget=kind) <= 0.3
 
 

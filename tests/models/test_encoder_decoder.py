@@ -1,5 +1,6 @@
-"""Encoder-decoder models: what the encoder said is written once, read by every step, and shared, kept and freed with
-its sequence.
+"""Encoder-decoder models write the encoder's output once.
+
+Every step reads it; it is shared, kept and freed with its sequence.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def test_chunks_of_a_long_target(pair: Pair) -> None:
     assert_logits_close(logits, pair.expected(0, TOKENS[0]))
 
 
-# Nonsense
+# The tests below give nonsense.
 
 
 def test_sequences_and_models_that_do_not_fit(pair: Pair) -> None:
@@ -226,7 +227,10 @@ def test_sequences_and_models_that_do_not_fit(pair: Pair) -> None:
 
 
 def test_policies_and_storages_of_the_decoder(pair: Pair) -> None:
-    """Its own attention may keep few rows, or rows in few bits; not few rows where scores have a bias by distance."""
+    """The decoder's own attention may have a policy or a storage.
+
+    If scores have a bias by distance, a policy is refused.
+    """
     tokens, spec = draw_tokens(20), pair.model.memory_spec
     if isinstance(pair.model, T5):
         with pytest.raises(SpecError, match="bias by distance, which needs every row"):

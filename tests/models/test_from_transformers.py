@@ -1,4 +1,4 @@
-"""`from_transformers`: a loaded transformers model's weights in our model, without a file."""
+"""`from_transformers` gives our model the weights of a loaded transformers model, without a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ONE_OF_EACH = (
     "mamba", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen4-exp", "recurrent-gemma", "rwkv",
     "xlstm", "zamba", "zamba2", "zaya",
 )  # fmt: skip
-ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one.
+ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS)  # Transformers 5.23 lacks one of them.
 
 
 def run(model: LanguageModel) -> Tensor:
@@ -36,7 +36,7 @@ def run(model: LanguageModel) -> Tensor:
 
 @pytest.mark.parametrize("name", one_in(3, ONE_OF_EACH))
 def test_it_is_the_model_that_loading_its_checkpoint_gives(name: str, tmp_path: Path) -> None:
-    """Bit for bit, though transformers keeps some weights in another form than files do."""
+    """The logits are equal bit for bit, although transformers stores some weights in another form than files do."""
     hf_model(name).save_pretrained(tmp_path)
     from_file, loaded = load_model(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)
     expected = run(from_file)
@@ -56,7 +56,7 @@ def test_the_dtype_is_the_models_own_unless_given() -> None:
 
 
 def test_weights_are_shared_where_they_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of the source shows in ours, where its matrices are not packed."""
+    """If a matrix is not packed, a change of the source model shows in ours."""
     torch.manual_seed(0)
     for dtype, is_shared in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
         if is_shared:
@@ -88,7 +88,7 @@ def test_encoder_decoder_models_come_too() -> None:
 
 
 class Adapter(nn.Module):
-    """A low-rank adapter around a linear layer, as PEFT puts it there."""
+    """Is a low-rank adapter around a linear layer, as in PEFT."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Adapter(nn.Module):
 
 
 class Adapted(nn.Module):
-    """What PEFT returns: a model that is none of transformers', with one of them inside."""
+    """Is what PEFT returns: a model of another class, with a model of transformers inside."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
@@ -155,13 +155,14 @@ def test_adapters_run_where_modules_are_called_and_are_refused_where_weights_are
         attach(model)
     model = copy.deepcopy(hf_model("deepseek-v3"))
     attention = model.model.layers[1].self_attn
-    attention.kv_b_proj = Adapter(attention.kv_b_proj)  # which makes keys and values of what is remembered
+    # This linear layer makes keys and values of the rows that are remembered.
+    attention.kv_b_proj = Adapter(attention.kv_b_proj)
     with pytest.raises(UnsupportedModelError, match="adapter around a Linear whose weights a layer reads"):
         attach(model)
 
 
 def test_a_model_that_has_run_is_the_same_model() -> None:
-    """transformers scales weights of RWKV-4 in place when it runs."""
+    """When transformers runs RWKV-4, it scales its weights in place."""
     torch.manual_seed(5)
     source = AutoModelForCausalLM.from_config(CONFIGS["rwkv-rescaled-tied"]()).eval()
     randomise_(source)

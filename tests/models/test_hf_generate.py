@@ -1,4 +1,4 @@
-"""`generate` of transformers' own models through `HybridCache`, against their own caches."""
+"""`generate` of transformers' own models runs through `HybridCache`, and is compared with their own caches."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ ONE_OF_EACH = (
 )  # fmt: skip
 IN_NEWER = () if IS_RENAMED else ("inkling2",)
 """Models that are attached with newer versions of transformers alone."""
-ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS and name not in IN_NEWER)  # 5.23 lacks one.
+# Transformers 5.23 lacks one of them.
+ONE_OF_EACH = tuple(name for name in ONE_OF_EACH if name in CONFIGS and name not in IN_NEWER)
 WITH_BIASES = (
     "bailing-hybrid-two-of-eight-experts-in-groups",
     "bamba-biases",
@@ -71,7 +72,7 @@ def test_greedy_generation_is_that_of_transformers_own_cache(name: str, lengths:
     with attached(name, len(lengths)) as (model, cache):
         actual = generate(model, tokens, mask, **given(cache))
         assert [sequence.length for sequence in cache.sequences] == [n + N_NEW - 1 for n in lengths]
-        for row, sequence in enumerate(cache.sequences):  # the newest token is nobody's yet
+        for row, sequence in enumerate(cache.sequences):  # The newest token has not been fed, so no sequence has it.
             assert sequence.tokens.tolist() == actual.sequences[row, -sequence.length - 1 : -1].tolist()
     assert stacked(expected).std() >= 1
     assert torch.equal(actual.sequences, expected.sequences)
@@ -80,9 +81,7 @@ def test_greedy_generation_is_that_of_transformers_own_cache(name: str, lengths:
 
 @pytest.mark.parametrize("name", [*ONE_OF_EACH, *WITH_BIASES] if IS_LONG else one_in(2, ONE_OF_EACH))
 def test_each_row_is_generated_as_if_it_were_alone(name: str) -> None:
-    """transformers itself is no oracle for padded rows where a projection has a bias: its convolutions see it in the
-    padding.
-    """
+    """If a projection has a bias, transformers is no oracle for padded rows: its convolutions see the padding."""
     lengths = (11, 11) if name.startswith(WITHOUT_MASKS) else (3, 11)
     tokens, mask = padded(*lengths)
     mask = None if name.startswith(WITHOUT_MASKS) else mask
@@ -96,7 +95,7 @@ def test_each_row_is_generated_as_if_it_were_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["falcon-h1-gate-only", "zamba2-no-adapters"])
 def test_prompts_of_models_whose_single_steps_are_wrong_in_transformers(name: str) -> None:
-    """There, they do not clamp dt."""
+    """In single steps, transformers does not clamp dt for these models."""
     with attached(name, 1) as (model, cache):
         actual = logits(model, ids(13), **given(cache))
     assert_logits_close(actual, logits(hf_model(name), ids(13)))
@@ -131,7 +130,7 @@ def test_beam_search_is_that_of_transformers_own_cache(name: str) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_conversation_goes_on_from_what_is_cached(name: str) -> None:
-    """And a cached prompt is not fed again, which transformers' own cache makes Mamba do."""
+    """A cached prompt is not fed again. With transformers' own cache, Mamba would feed it again."""
     first, more = ids(9), ids(4, seed=3)
     with attached(name, 1) as (model, cache):
         said = generate(model, first, **given(cache)).sequences
@@ -146,7 +145,7 @@ def test_a_conversation_goes_on_from_what_is_cached(name: str) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_a_prompt_may_be_fed_in_chunks(name: str) -> None:
-    """Of Mamba-1, transformers forgets the state between chunks. Row 0 has nothing but padding in the first ones."""
+    """Transformers forgets the state of Mamba-1 between chunks. The first chunks of row 0 have nothing but padding."""
     tokens, mask = padded(3, 14)
     expected = generate(hf_model(name), tokens, mask)
     # Its outputs have no past_key_values, which `generate` needs.
@@ -159,15 +158,13 @@ def test_a_prompt_may_be_fed_in_chunks(name: str) -> None:
     assert_logits_close(torch.cat(parts, 1), logits(hf_model(name), tokens[1:]))
 
 
-# Drafts
+# The tests below are about drafts.
 
 
 @pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5"])
 @pytest.mark.parametrize("with_model", [False, True], ids=["prompt lookup", "assistant"])
 def test_assisted_generation_gives_the_same_text(name: str, with_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts of which some are wrong: transformers refuses these models, for its caches cannot take recurrent
-    states back.
-    """
+    """Some drafts are wrong. Transformers refuses these models, since its caches cannot take recurrent states back."""
     prompt = ids(6).repeat(1, 3)
     cropped: list[int] = []
     crop = HybridCache.crop
@@ -188,7 +185,7 @@ def test_assisted_generation_with_another_cache_stays_refused() -> None:
 
 
 def test_a_refused_early_exit_leaves_the_model_as_it_was() -> None:
-    """transformers takes layers away while it drafts, and does not put them back after an error."""
+    """Transformers removes layers while it drafts, and does not put them back after an error."""
     with attached("jamba", 1) as (model, cache):
         with pytest.raises(StepError, match=f"needs {CACHE_NAME}=HybridCache"):
             generate(model, ids(6), **given(cache), assistant_early_exit=2)
@@ -205,7 +202,7 @@ def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
         generate(model, ids(6), **given(cache), prompt_lookup_num_tokens=4)
 
 
-# Beside the rest of the library
+# The tests below use the cache together with the rest of the library.
 
 
 @pytest.mark.parametrize("name", [*HYBRIDS, "bailing-hybrid", "deepseek-v2", "deepseek-v3", "kimi-linear"])

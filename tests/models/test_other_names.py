@@ -1,4 +1,4 @@
-"""Who writes what another library calls it reads what it is called here."""
+"""An option that has another library's name is refused with the name that it has here."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_handle_is_true_whatever_it_holds(scene: Scene) -> None:
 
 
 def test_a_prompt_that_goes_on_is_taken(scene: Scene) -> None:
-    """Also after a crop, and with rows that are padded on the left."""
+    """This also holds after a crop, and with rows that are padded on the left."""
     cache = HybridCache(scene.memory, [scene.memory.open() for _ in range(2)])
     prompt = torch.tensor([[0, 0, 1, 5], [1, 5, 6, 7]])
     said = scene.hf.generate(

@@ -1,6 +1,4 @@
-"""Our models against transformers on the same random checkpoints: prompts, single steps, and every way to split a
-prompt.
-"""
+"""Our models give transformers' logits on the same random checkpoints, for every way to split a prompt."""
 
 from __future__ import annotations
 
@@ -63,7 +61,7 @@ all_in_full = pytest.mark.parametrize("pair", CONFIGS if IS_FULL else ["jamba"],
 
 @dataclass(frozen=True)
 class Pair:
-    """One checkpoint in both libraries, and transformers' logits of TOKENS computed at once."""
+    """Holds one checkpoint in both libraries, and transformers' logits of TOKENS computed at once."""
 
     name: str
     folder: Path
@@ -72,7 +70,7 @@ class Pair:
     expected: Tensor
 
     def memory(self, model: LanguageModel | None = None, budget: str = "2MiB") -> HybridMemory:
-        """So small a window that states fold inside the test."""
+        """Return a memory whose window is so small that states fold inside the test."""
         return HybridMemory((model or self.model).memory_spec, budget, rollback_window=4, page_tokens=4, poison=True)
 
     def feed(self, memory: HybridMemory, sequence: Sequence, steps: Iterable[list[int]]) -> Tensor:
@@ -101,7 +99,7 @@ def test_logits_are_large_enough_to_compare(pair: Pair) -> None:
 
 @each_config
 def test_no_weight_is_overlooked_when_bytes_are_counted(pair: Pair) -> None:
-    """Whatever Python can reach from a model counts, also what a function holds."""
+    """Everything counts that Python can reach from a model, even what a function holds."""
     found, seen, todo = 0, set[int](), list[object]([pair.model])
     while todo:
         thing = todo.pop()
@@ -173,7 +171,7 @@ def test_every_split_in_two(pair: Pair) -> None:
             parts.append(step.split(pair.model(step)))
     for first, second in zip(*parts, strict=True):
         assert_split_close(torch.cat([first, second]), whole)
-    for at in (1, N_PROMPT // 2, N_PROMPT - 1):  # and with nobody beside it
+    for at in (1, N_PROMPT // 2, N_PROMPT - 1):  # Here nobody runs beside it.
         assert_split_close(pair.feed_fresh(prompt[:at], prompt[at:]), whole)
 
 
@@ -183,7 +181,7 @@ def test_every_split_in_two(pair: Pair) -> None:
 )
 @given(splits=st.lists(st.sets(st.integers(1, len(TOKENS) - 1), max_size=12), min_size=8, max_size=8))
 def test_any_split(pair: Pair, splits: list[set[int]]) -> None:
-    """Eight splits of the same tokens side by side: the n-th parts of all, in one step."""
+    """Eight sequences split the same tokens differently. The n-th step feeds the n-th part of each."""
     memory = pair.memory(budget="8MiB")
     parts: dict[Sequence, list[list[int]]] = {}
     for cuts in splits:
@@ -211,7 +209,7 @@ def test_bfloat16_is_close(pair: Pair) -> None:
 
 @each_family
 def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
-    """So that tokens can be dropped from the middle, which turns the keys behind them."""
+    """Dropping tokens from the middle needs this, because it rotates the keys after them."""
     memories = [memory for layer in pair.model.memory_spec.layers for memory in layer]
     rotations = {memory.rotation for memory in memories if isinstance(memory, AttentionSpec | IndexSpec)}
     assert None not in rotations
@@ -225,7 +223,7 @@ def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
         with pytest.raises(DropError, match="approximate=True"):
             memory.drop(sequence, 1, 4)
     span = max((memory.span_tokens for memory in memories if isinstance(memory, IndexSpec)), default=1)
-    if span > 1:  # a key of the index stands for several tokens, which cannot part
+    if span > 1:  # A key of the index stands for several tokens, which cannot be dropped one by one.
         with pytest.raises(DropError, match=f"give multiples of {span}"):
             memory.drop(sequence, 1, 5, approximate=True)
     memory.drop(sequence, *((1, 4) if span == 1 else (span, 3 * span)), approximate=is_recurrent)
@@ -234,7 +232,7 @@ def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
         assert torch.isfinite(pair.model(step)).all()
 
 
-# What these tests can see
+# The tests below show what these tests can see.
 
 
 @each_family
@@ -245,8 +243,9 @@ def test_a_forgotten_history_would_show(pair: Pair) -> None:
 
 @each_family
 def test_any_forgotten_memory_would_show(pair: Pair) -> None:
-    """Each state tensor by name, keys and values, or what both are made from: set to nothing in all layers, the next
-    logits are others.
+    """Each state tensor, keys and values, or what both are made from, is set to nothing in all layers.
+
+    Then the next logits differ.
     """
     spec = pair.model.memory_spec
     states = {s.name for layer in spec.layers for m in layer if isinstance(m, RecurrentSpec) for s in m.states}
@@ -258,7 +257,7 @@ def test_any_forgotten_memory_would_show(pair: Pair) -> None:
         if name != "rotary keys" or m.value_dim != m.head_dim
     }
     indexes = {"index" for layer in spec.layers for m in layer if isinstance(m, IndexSpec)}
-    # What is remembered of an unfinished span shows when a later query would choose the span, or not.
+    # The memory of an unfinished span shows only in whether a later query chooses that span.
     end = N_PROMPT + (8 if "window" in states else 1)
     for name in sorted(states | rows | indexes):
         memory = pair.memory()
@@ -270,8 +269,9 @@ def test_any_forgotten_memory_would_show(pair: Pair) -> None:
 
 
 def forget(memory: HybridMemory, name: str) -> None:
-    """Set the state tensors called `name`, or all keys, values, latents, rotary keys or keys of indexes, to what they
-    are before the first token.
+    """Set one kind of memory to what it is before the first token.
+
+    The kind is the state tensors called `name`, or all keys, values, latents, rotary keys or keys of indexes.
     """
     cleared: list[tuple[BlockPool, Field, float]] = []
     part, attention = slice(None), memory.spec.of_kind("attention")

@@ -1,4 +1,7 @@
-"""Planning without weights: what a config's model would remember; `test_parity.py` compares it with loaded ones."""
+"""Plans need no weights: they say what a config's model would remember.
+
+`test_parity.py` compares plans with loaded models.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from hybridmem.models import UnsupportedModelError, plan_memory
 
 
 def test_a_plan_counts_bytes_of_a_model_that_nobody_could_load_here() -> None:
-    """Jamba-1.5-Mini has 52 billion parameters; its keys and values take 16 KiB a token in bfloat16."""
+    """Jamba-1.5-Mini has 52 billion parameters. Its keys and values take 16 KiB for each token in bfloat16."""
     memory = HybridMemory(plan_memory(JambaConfig(), "JambaForCausalLM", dtype="bfloat16"), "100GiB", page_tokens=16)
     assert memory.usage().block_bytes["pages"] == 16 * 16 * 1024
     sequences = [memory.open() for _ in range(10)]

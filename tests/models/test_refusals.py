@@ -1,4 +1,4 @@
-"""What a config asks for and a family does not implement is refused, by the name of the value."""
+"""A config that asks for something that a family does not implement is refused, with the name of the value."""
 
 from __future__ import annotations
 

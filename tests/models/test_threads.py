@@ -1,4 +1,4 @@
-"""One model in several threads, a memory of its own in each: what a step computes stays in the step."""
+"""One model runs in several threads with a memory in each. What a step computes stays in that step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ THAT_NOTE = {"llama": {"num_hidden_layers": 2}, "rwkv7": {"num_hidden_layers": 2
 
 
 class Talk:
-    """A sequence in a memory of its own, and a next step of it that leaves it where it is."""
+    """Holds a sequence in a memory of its own, and can compute a next step that leaves the sequence where it is."""
 
     def __init__(self, model: LanguageModel, n_tokens: int, *next_tokens: int) -> None:
         self._model, self._tokens = model, next_tokens
@@ -56,7 +56,7 @@ def make_model(name: str, folder: Path, **options: Any) -> LanguageModel:
 
 
 def attributes(thing: object, path: str = "model") -> dict[str, object]:
-    """All that a model holds, by where it holds it."""
+    """Return all that a model holds, by the place that holds it."""
     found: dict[str, object] = {}
     todo, seen = [(path, thing)], set[int]()
     while todo:
@@ -78,7 +78,7 @@ def attributes(thing: object, path: str = "model") -> dict[str, object]:
 
 @pytest.mark.parametrize("name", one_in(4, FAMILIES))
 def test_a_step_leaves_nothing_on_the_model(name: str, tmp_path: Path) -> None:
-    """But for what the first one prepares, which follows from the weights alone."""
+    """Only the first step may leave something, which follows from the weights alone."""
     model = make_model(name, tmp_path)
     memory = HybridMemory(model.memory_spec, "2MiB", page_tokens=4)
     sequence = memory.open()
@@ -93,7 +93,7 @@ def test_a_step_leaves_nothing_on_the_model(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["jamba", "mamba2", "rwkv7"])
 def test_a_model_that_has_run_can_be_copied(name: str, tmp_path: Path) -> None:
-    """A copy of a model keeps its weights when those of the first are overwritten."""
+    """A copy of a model keeps its weights when those of the first model are overwritten."""
     model = make_model(name, tmp_path)
     expected = Talk(model, 9, 5, 6)()
     copy = deepcopy(model)
@@ -106,8 +106,9 @@ def test_a_model_that_has_run_can_be_copied(name: str, tmp_path: Path) -> None:
 
 @contextmanager
 def between_bytecodes(folder: str, run: Callable[[], None]) -> Iterator[None]:
-    """As another thread might, `run` runs before each bytecode of code below the folder; once where layers share the
-    code.
+    """Call `run` before each bytecode of code below the folder, as another thread might.
+
+    Code that layers share runs it once.
     """
     seen: set[tuple[object, int]] = set()
 

@@ -1,4 +1,4 @@
-"""What is read of transformers is there under the name by which it is read: minor versions rename such things."""
+"""All that the library reads from transformers has the expected name there. Minor versions rename such things."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_layers_of_a_cache_say_what_attach_asks_of_them() -> None:
 
 @cache
 def classes() -> frozenset[str]:
-    """Names of all classes in modules of the architectures that can be attached."""
+    """Return the names of all classes in modules of the architectures that can be attached."""
     modules = {getattr(transformers, name).__module__ for name in FOUND}
     return frozenset(name for module in modules for name in vars(importlib.import_module(module)))
 

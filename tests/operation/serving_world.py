@@ -1,8 +1,8 @@
-"""A server in operation, in simulated time: the app behind its guard, asked by clients that come, leave and dawdle.
+"""A server operates in simulated time: clients that come, leave and dawdle ask the app behind its guard.
 
-What is promised whatever happens: every client gets a whole answer or a whole error, or has left; what it is told is
-what its generations said, and that is what they would say alone; nobody waits for ever; when the server has stopped,
-nothing is left behind.
+The promises hold whatever happens. Every client gets a whole answer or a whole error, or has left. What it gets is what
+its generations said, and what they would say alone. Nobody waits for ever. When the server has stopped, nothing is left
+behind.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _TEXTS = ("My cat is called Zoe.", "What is it called?", "Hello", "Tell me more 
 
 
 class ModelError(Exception):
-    """Raised by the model, out of the middle of a step."""
+    """The model raises this in the middle of a step."""
 
 
 @dataclass
@@ -106,7 +106,7 @@ class ServingWorld:
         self._strangers = Strangers(self.memory, speaker(), random, 300, self.events)
 
     def __call__(self, step: Step) -> Tensor:
-        """Run the model, which takes its time, or fail behind all of its layers."""
+        """Run the model, which takes its time, or fail after all of its layers."""
         logits = speaker()(step)
         self._loop.pass_time(self._random.choice((0.01, 0.02, 0.3)))
         if self._n_failures:
@@ -154,7 +154,7 @@ class ServingWorld:
         self._end(may_refuse=stops_early)
 
     async def _shock(self) -> None:
-        """Break the model, and take room and give it back, until nobody is there any more."""
+        """Break the model, take room and give it back, until no client is left."""
         random = self._random
         while True:
             await asyncio.sleep(random.random())
@@ -166,7 +166,7 @@ class ServingWorld:
                 self._strangers.give_room()
 
     async def _ask(self, client: Client) -> None:
-        """Be a client, as a server of ASGI knows one."""
+        """Act as a client, as an ASGI server sees one."""
         _CLIENT.set(client)
         await asyncio.sleep(client.arrives)
         gone, messages = asyncio.Event(), [{"type": "http.request", "body": client.body, "more_body": False}]
@@ -203,7 +203,7 @@ class ServingWorld:
         }  # fmt: skip
         await self.app(scope, receive, send)
 
-    # What must hold
+    # The methods below check what must hold.
 
     def _end(self, *, may_refuse: bool) -> None:
         for client in self._clients:

@@ -1,7 +1,7 @@
-"""An event loop whose time is simulated: where everybody waits for a time, it is that time at once.
+"""An event loop whose time is simulated: when everybody waits for some time, that time has passed at once.
 
-What would run in threads runs in place, so one seed is one history. Where everybody waits and no time would end it,
-somebody waits for ever, and that is an AssertionError.
+Work that would run in threads runs in place, so one seed gives one history. If everybody waits and no time would end
+it, the loop raises AssertionError, because somebody would wait for ever.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Skipping(selectors.DefaultSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """Tells simulated seconds; `pass_time` lets some go by, as work does."""
+    """Tells simulated seconds. Call `pass_time` to let some go by, as work does."""
 
     def __init__(self) -> None:
         self._skipping = _Skipping()
@@ -37,7 +37,7 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
         return self._skipping.now
 
     def pass_time(self, seconds: float) -> None:
-        """Let time go by in the middle of what runs."""
+        """Let time go by while something runs."""
         self._skipping.now += seconds
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]

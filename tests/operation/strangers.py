@@ -1,4 +1,4 @@
-"""Others who use the memory of a simulated engine, and take what is free of it."""
+"""Others use the memory of a simulated engine, and take what is free of it."""
 
 from __future__ import annotations
 

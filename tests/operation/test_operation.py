@@ -1,4 +1,7 @@
-"""Seeds of simulated operation: two by default, in which everything happens; `OPERATION_SEEDS=5000` for a long run."""
+"""The tests run two seeds of simulated operation, in which every kind of event happens.
+
+`OPERATION_SEEDS=5000` makes a long run.
+"""
 
 from __future__ import annotations
 

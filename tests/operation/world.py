@@ -1,8 +1,8 @@
-"""An engine in operation, in simulated time: one seed decides arrivals, cancellations, shocks and failures, and all but
-what follows from measured speed: whether a prefix that gives way is worth host memory.
+"""An engine operates in simulated time: one seed decides arrivals, cancellations, shocks and failures.
 
-What is promised whatever happens: every request ends, in time and for a reason; what it says is what it would say
-alone; nobody waits for ever; the books balance after every step; nothing is left behind.
+Only one thing follows from measured speed: whether an evicted prefix is worth host memory. The promises hold whatever
+happens. Every request ends in time, for a reason, and says what it would say alone. Nobody waits for ever. The books
+balance after every step, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _TOY = Toy()
 
 
 class ModelError(Exception):
-    """Raised by the model, out of the middle of a step."""
+    """The model raises this in the middle of a step."""
 
 
 class ListenerError(Exception):
-    """Raised by a client's callback."""
+    """A client's callback raises this."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Clock:
 
 @dataclass
 class Asked:
-    """Holds a request, and what it was made of."""
+    """Holds a request, and the values from which it was made."""
 
     generation: Generation
     prompt: list[int]
@@ -92,7 +92,7 @@ class World:
         self._strangers = Strangers(self.memory, _TOY, random, 200, self.events)
 
     def __call__(self, step: Step) -> Any:
-        """Run the model, or fail behind all of its layers."""
+        """Run the model, or fail after all of its layers."""
         logits = _TOY(step)
         if self._fails:
             self._fails -= 1
@@ -124,7 +124,7 @@ class World:
         waiting = [asked.generation for asked in self._asked if not asked.generation.is_finished]
         raise AssertionError(f"seed {self.seed}: {len(waiting)} wait for ever, after {MOST_STEPS} steps: {waiting[:3]}")
 
-    # What happens
+    # The methods below do what happens.
 
     def _arrive(self) -> None:
         random = self._random
@@ -154,7 +154,7 @@ class World:
     def _break_model(self) -> None:
         self._fails = self._random.randrange(1, 4)
 
-    # What must hold
+    # The methods below check what must hold.
 
     def _end(self) -> None:
         for asked in self._asked:

@@ -1,4 +1,4 @@
-"""One Ray with one fleet for all tests: it takes longer to start than all of them to run.
+"""One Ray with one fleet serves all tests, because starting it takes longer than running them.
 
 These tests need the extra: pip install -e ".[dev,dev-cluster]", then python -m pytest -n 0 tests/ray. With
 CLUSTER_STORE=s3 the fleet keeps its sequences in a bucket, and all tests run against that.
@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def bucket() -> Iterator[Bucket]:
-    """A bucket of an S3 server on this machine."""
+    """Return a bucket of an S3 server on this machine."""
     bucket = Bucket(free_port())
     yield bucket
     bucket.close()
@@ -32,7 +32,7 @@ def bucket() -> Iterator[Bucket]:
 
 @pytest.fixture(scope="session")
 def store(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> TestedStore:
-    """The place in which the fleet keeps sequences."""
+    """Return the place in which the fleet keeps sequences."""
     if os.environ.get("CLUSTER_STORE") == "s3":
         return request.getfixturevalue("bucket")  # type: ignore[no-any-return]
     return Folder(tmp_path_factory.mktemp("fleet") / "store")
@@ -40,7 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 @pytest.fixture(scope="session")
 def url(store: TestedStore, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of two replicas of the embedded model."""
+    """Return the address of two replicas of the embedded model."""
     port = free_port()
     sessions = str(tmp_path_factory.mktemp("sessions"))  # `serve --replicas 2` gives these options.
     options = fleet_options(

@@ -23,7 +23,7 @@ PATIENCE_SECONDS = 240.0
 
 
 def fleet_options(**given: Any) -> FleetOptions:
-    """Return the default options of a fleet, but for those that are given."""
+    """Return the default options of a fleet, changed by those that are given."""
     return FleetOptions.of({row.name: row.default for row in SERVE + FLEET} | given)
 
 
@@ -44,7 +44,7 @@ def get(url: str) -> str:
 
 
 def health(url: str) -> dict[str, Any]:
-    """Return what one of the replicas says of itself."""
+    """Return what one of the replicas reports about itself."""
     return dict(json.loads(get(f"{url}/health")))
 
 

@@ -17,7 +17,7 @@ BUCKET = "sessions"
 
 
 class TestedStore(Protocol):
-    """Declares what tests ask of a place, beside using it."""
+    """Declares what tests do with a place besides using it."""
 
     __test__ = False
     url: str
@@ -53,7 +53,7 @@ class Folder:
 
 
 class Bucket:
-    """Is a bucket of moto's S3 server, which s3fs and botocore talk to over HTTP as they do to Amazon's."""
+    """Is a bucket of moto's S3 server. s3fs and botocore talk to it over HTTP, as they do to Amazon's."""
 
     url = f"s3://{BUCKET}/store"
 

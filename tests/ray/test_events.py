@@ -1,4 +1,4 @@
-"""Events in vLLM's format name blocks behind which a prompt can go on, and no others."""
+"""Events in vLLM's format name the blocks after which a prompt can continue, and no others."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_blocks_are_stored_in_a_chain_and_removed(
 def test_a_block_without_a_state_behind_it_ends_the_chain(
     model: LanguageModel, cache: PrefixCache, publisher: EventPublisher
 ) -> None:
-    """Attention could go on behind the second block; the recurrent layers cannot."""
+    """Attention could continue after the second block, but the recurrent layers cannot."""
     tokens = list(range(10, 10 + 2 * BLOCK))
     sequence = cache.memory.open()
     for n_tokens in (BLOCK, 2 * BLOCK - 5, 2 * BLOCK + 4):

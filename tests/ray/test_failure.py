@@ -1,4 +1,4 @@
-"""What clients see when a replica dies, and when they send a request again."""
+"""The tests show what clients see when a replica dies, and when they send a request again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONG = {"model": "embedded", "max_tokens": 400, "min_tokens": 400, "temperature"
 
 
 def test_a_stream_goes_on_though_its_replica_is_killed_and_nothing_else_is_lost(url: str) -> None:
-    """Both replicas are killed: the rest comes from one that is started in their place, word for word."""
+    """Both replicas are killed. A replica that starts in their place sends the rest, word for word."""
     messages = [say("My dog is called Rex, my cat is called Zoe, and my bird is called Nemo.")]
     text, route, _ = ask(url, messages, **{"x-session-id": "killed"})
     messages += [{"role": "assistant", "content": text}, say("What is my dog called?")]

@@ -1,4 +1,4 @@
-"""The page of a fleet: one browser is answered by one replica, and what one replica has stored the others find."""
+"""On the page of a fleet, one replica answers one browser, and all replicas find what one has stored."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PINNED = "x-hybrid-memory-replica"
 
 
 def ask(url: str, body: Any = None, **headers: str) -> tuple[Any, str]:
-    """Return what is answered, and the name of the replica that answers."""
+    """Return the answer, and the name of the replica that gave it."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, JSON | headers)
     with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:

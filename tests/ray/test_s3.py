@@ -1,4 +1,4 @@
-"""The store on S3: files that are created once, leases, and sequences that go on bit for bit."""
+"""On S3, the store creates each file once, holds leases, and keeps sequences that continue bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A fleet answers OpenAI's clients as one server does, and says why a request was routed so."""
+"""A fleet answers OpenAI's clients as one server does, and says why it routed a request to a replica."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_next_turn_goes_to_the_replica_that_can_resume_it(url: str) -> None:
 
 
 def test_other_owners_prefixes_do_not_route(url: str) -> None:
-    """This fleet asks for no keys, so owners are told apart by their salts alone."""
+    """This fleet asks for no keys, so only salts tell owners apart."""
     messages = [say("The secret of this chat is long enough that a router would want to resume it somewhere.")]
     for salt in ("one salt", "another salt"):
         raw = client_of(url).chat.completions.with_raw_response.create(

@@ -1,4 +1,4 @@
-"""Sessions lie in the store at the end of each turn, and go on in any replica."""
+"""At the end of each turn, sessions are in the store, and any replica can continue them."""
 
 from __future__ import annotations
 

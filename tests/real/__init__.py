@@ -1,1 +1,1 @@
-"""Tests with files that others made: two models, and the vocabularies and templates of many."""
+"""The tests use files that others made: two models, and the vocabularies and templates of many."""

@@ -1,6 +1,7 @@
-"""Opens the files that `python -m tests.real.download` fetches. A test whose file is not there is skipped by name.
+"""Opens the files that `python -m tests.real.download` fetches.
 
-All of them together take three minutes at most, so models are loaded once.
+A test whose file is missing is skipped by name. All tests together take three minutes at most, because models are
+loaded once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ HOLDER = Path(os.environ.get("HYBRIDMEM_REAL", FOLDER))
 
 
 def of_package(name: str) -> Path:
-    """Return the path of a file or folder, or skip the test."""
+    """Return the path of a file or folder. Skip the test if it is missing."""
     path = HOLDER / name
     if not path.exists():
         pytest.skip(f"{name} is not there; python -m tests.real.download fetches it")
@@ -43,18 +44,18 @@ class Real:
 
 @pytest.fixture(scope="session", params=[SMOLLM_2, GEMMA_3])
 def real(request: pytest.FixtureRequest) -> Real:
-    """Each model in turn."""
+    """Return each model in turn."""
     path = of_package(request.param)
     return Real(path, load_model(path, progress=False), load_tokenizer(path))
 
 
 @pytest.fixture(scope="session")
 def vocabularies() -> Path:
-    """The folder with vocabularies, each with texts (`.inp`) and the ids that llama.cpp gives them (`.out`)."""
+    """Return the folder with vocabularies, each with texts (`.inp`) and the ids that llama.cpp gives them (`.out`)."""
     return of_package("vocabularies")
 
 
 @pytest.fixture(scope="session")
 def templates() -> dict[str, str]:
-    """Name -> source of chat templates of many models."""
+    """Return name -> source of the chat templates of many models."""
     return {path.stem: path.read_text() for path in sorted(of_package("templates").glob("*.jinja"))}

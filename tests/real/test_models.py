@@ -34,7 +34,7 @@ CONTINUATIONS = {
 
 
 def feed(real: Real, memory: HybridMemory, sequence: Sequence, ids: list[int]) -> Tensor:
-    """Return the logits behind the last of these tokens."""
+    """Return the logits after the last of these tokens."""
     with memory.step({sequence: ids}) as step:
         logits: Tensor = real.model(step)
     return logits[-1].float()
@@ -49,7 +49,7 @@ def continue_greedily(real: Real, memory: HybridMemory, sequence: Sequence, ids:
 
 
 def test_texts_are_continued_as_llama_cpp_continues_them(real: Real) -> None:
-    """Also where several requests share a step."""
+    """This also holds if several requests share a step."""
     memory = HybridMemory(real.model.memory_spec, BUDGET)
     engine = Engine(real.model, HybridMemory(real.model.memory_spec, BUDGET), tokenizer=real.tokenizer)
     generations = []
@@ -63,7 +63,7 @@ def test_texts_are_continued_as_llama_cpp_continues_them(real: Real) -> None:
 
 
 def test_a_rollback_leaves_no_trace(real: Real) -> None:
-    """Not even beyond the window, where a checkpoint is."""
+    """This also holds beyond the window, if there is a checkpoint."""
     memory = HybridMemory(real.model.memory_spec, BUDGET)
     sequence, ids = memory.open(), real.encode(STORY)
     feed(real, memory, sequence, ids[:-1])

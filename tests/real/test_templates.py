@@ -1,4 +1,4 @@
-"""Real chat templates: calls are read as each writes them, and calls that are drawn from the grammar are read again."""
+"""The library reads calls as each real chat template writes them, and reads again the calls that it drew."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ DEFINITION = {
 
 
 def tokenizer_of(template: str) -> tuple[Any, Habits]:
-    """A tokenizer whose special tokens are the marks that the template writes."""
+    """Return a tokenizer whose special tokens are the marks that the template writes."""
     plain = Probe(make_byte_tokenizer(template))
     example = plain.written_calls()
     marks = set(_MARKS.findall(template + plain.header + plain.turn_end + (example.text if example else "")))
@@ -89,7 +89,7 @@ def test_calls_are_read_as_the_template_writes_them(templates: dict[str, str], k
 
 
 def _without_header(pieces: list[str], habits: Habits) -> list[str]:
-    """Begin where a model would: a call without a mark is the whole reply."""
+    """Return the text from where a model would begin. A call without a mark is the whole reply."""
     if habits.calls is None or not habits.calls.is_bare:
         return pieces
     return ["".join(pieces)[len("".join(pieces)) - len("".join(pieces).lstrip()) :].partition("\n\n")[2]]
@@ -100,7 +100,8 @@ def test_drawn_calls_are_read(templates: dict[str, str], kind: str, name: str) -
     tokenizer, habits = tokenizer_of(templates[name])
     assert habits.calls is not None
     grammars = Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
-    # Where a line break ends a list and a comma continues it, what favours ends favours commas.
+    # In some formats a line break ends a list and a comma continues it. There, a bias towards ends is a bias towards
+    # commas.
     required = Required([FORMAT, NOW], habits.calls, is_parallel=not name.startswith("Cohere"))
     grammar = make_grammar(grammars, habits, None, required, must_call=True, is_thinking=False)
     for seed in range(3):
@@ -112,7 +113,7 @@ def test_drawn_calls_are_read(templates: dict[str, str], kind: str, name: str) -
 
 @pytest.mark.parametrize(("kind", "name"), NAMES)
 def test_a_name_in_any_text_is_text(templates: dict[str, str], kind: str, name: str) -> None:
-    """The template's own marks, in what people, tools and the model said, become no tokens."""
+    """The template's own marks become no tokens in the texts of users, tools and the model."""
     tokenizer, habits = tokenizer_of(templates[name])
     special = set(tokenizer.added_tokens_decoder)
     counts = set()

@@ -1,4 +1,4 @@
-"""Texts have the ids that llama.cpp gives them, in real vocabularies."""
+"""In real vocabularies, texts have the ids that llama.cpp gives them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def test_texts_have_the_ids_that_llama_cpp_gives_them(name: str, vocabularies: P
     texts = path.with_name(f"{path.name}.inp").read_text().split(_BETWEEN_TEXTS)
     lines = path.with_name(f"{path.name}.out").read_text().splitlines()
     tokenizer = load_tokenizer(path)
-    assert len(lines) > 40 and len(texts) - len(lines) in (0, 1)  # Most have a mark behind the last text too.
+    # Most files end with a separator, so there may be one more text than lines.
+    assert len(lines) > 40 and len(texts) - len(lines) in (0, 1)
     wrong = {}
     for text, line in zip(texts, lines, strict=False):
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -33,7 +34,7 @@ def test_texts_have_the_ids_that_llama_cpp_gives_them(name: str, vocabularies: P
 
 @pytest.mark.parametrize("name", ["aquila", "baichuan", "gpt-neox"])
 def test_every_token_is_its_own_name(name: str, vocabularies: Path) -> None:
-    """These come without texts."""
+    """These vocabularies come without texts."""
     tokenizer = load_tokenizer(vocabularies / f"{name}.gguf")
     ids = list(range(len(tokenizer)))
     assert len(ids) > 50_000 and tokenizer.convert_tokens_to_ids(tokenizer.convert_ids_to_tokens(ids)) == ids

@@ -1,1 +1,1 @@
-"""Tests that logits are a function of the text: their bits do not depend on how the text was reached."""
+"""The tests show that logits are a function of the text: their bits do not depend on how the text was reached."""

@@ -1,4 +1,4 @@
-"""With `reproducible=True`, logits are a function of the text, bit for bit; what cannot keep that is refused."""
+"""With `reproducible=True`, logits are a function of the text, bit for bit. What cannot keep this is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _model(name: str, kind: str, folder: Path) -> LanguageModel:
 
 
 def _steps(model: LanguageModel) -> dict[str, Any]:
-    """The steps of a walk that such a model can take: there are no trees of drafts where an index chooses rows."""
+    """Return the steps that a walk of such a model can take. There are no draft trees if an index chooses rows."""
     return {name: step for name, step in ways.ALL.items() if name != "tree" or not model.memory_spec.of_kind("index")}
 
 
@@ -64,7 +64,7 @@ def test_a_text_has_the_same_bits_however_it_was_reached(name: str, tmp_path: Pa
 @pytest.mark.skipif(not IS_FULL, reason="takes hours; CONFORMANCE=full runs it")
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_history_of_any_family_changes_a_bit(kind: str, tmp_path: Path) -> None:
-    """In all parameters together, 10,000 histories over all families, fold modes and threads."""
+    """All parameters together give 10,000 histories over all families, fold modes and threads."""
     n_each, found = N_HISTORIES // (len(KINDS) * len(CONFIGS)) + 1, Counter[str]()
     for name in CONFIGS:
         model, random = _model(name, kind, tmp_path), Random(name)
@@ -164,7 +164,7 @@ def test_a_steady_function_gives_a_number_the_same_bits_anywhere(function: Any) 
         same = steady(function)
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(3)  # Thirds of the numbers do not fill vectors.
+        torch.set_num_threads(3)  # A third of the numbers does not fill whole vectors.
         whole, differing = same(x), 0
         assert torch.allclose(whole, function(x))
         for _ in range(200):
@@ -185,7 +185,10 @@ def test_products_of_heads_give_a_row_the_same_bits_in_any_batch() -> None:
 
 
 def test_products_do_without_onednn_where_that_would_be_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on processors without AVX-512: oneDNN chooses the order of its sums by the number of rows."""
+    """oneDNN chooses the order of its sums by the number of rows.
+
+    It would be the fastest on processors without AVX-512.
+    """
     without = {name: replace(kernel, applies=lambda: False) for name, kernel in kernels.KERNELS.items()}
     monkeypatch.setattr(kernels, "KERNELS", without)
     weight = torch.randn(70, 33)
@@ -197,7 +200,7 @@ def test_products_do_without_onednn_where_that_would_be_the_fastest(monkeypatch:
 
 @only_in_long
 def test_the_engine_gives_a_request_the_same_text_in_any_company() -> None:
-    """Greedy and drawn replies: alone, in company, with kept prefixes, with drafts, and in another memory."""
+    """Replies are greedy or drawn. They run alone, in company, with kept prefixes or drafts, and in another memory."""
     model = load_model("embedded", progress=False, reproducible=True)
     random = Random(3)
     prompts = [random.choices(range(3, 200), k=random.randint(5, 60)) for _ in range(pick(6, 31))]

@@ -1,4 +1,4 @@
-"""Ways to the same text: other chunks, company, detours, forks, checkpoints, drafts, swaps and files."""
+"""Makes ways to the same text: other chunks, company, detours, forks, checkpoints, drafts, swaps and files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNKS = (1, 1, 1, 2, 3, 7, 16, 17, 33, 64)
 
 @dataclass
 class Walk:
-    """A sequence on its way through a text, and the logits that it has seen at each position so far."""
+    """Holds a sequence on its way through a text, and the logits that it has seen at each position so far."""
 
     model: LanguageModel
     tokens: list[int]
@@ -43,7 +43,7 @@ class Walk:
         return [self.random.randrange(self.model.memory_spec.vocab_size) for _ in range(n_tokens)]
 
     def feed(self, n_tokens: int, others: dict[Sequence, list[int]] | None = None, n_odd: int = 0) -> None:
-        """Feed the next tokens of the text in one step, `n_odd` others behind them that are not accepted."""
+        """Feed the next tokens of the text in one step, followed by `n_odd` other tokens that are rejected."""
         own = self.tokens[self.at : self.at + n_tokens]
         requests = [(self.sequence, own + self.odd(n_odd)), *(others or {}).items()]
         self.random.shuffle(requests)
@@ -91,26 +91,26 @@ def detour(walk: Walk) -> None:
 
 
 def redo(walk: Walk) -> None:
-    """Take back tokens of the text itself; they are fed again."""
+    """Take back tokens of the text itself, and feed them again."""
     reached = walk.memory.resume_point(walk.sequence, max(0, walk.at - walk.random.randint(1, 12)))
     walk.memory.rollback(walk.sequence, to=reached)
     seen, walk.logits = walk.logits, walk.logits[:reached]
     walk.feed(min(walk.random.choice(CHUNKS), len(walk.tokens) - reached))
     n = min(len(seen), walk.at)
-    if n < len(seen):  # What was fed again is compared as well, for the last of both stays.
+    if n < len(seen):  # The outputs of tokens that were fed twice are compared as well: the second ones stay.
         walk.memory.run(walk.model, {walk.sequence: walk.tokens[n : len(seen)]})
         walk.logits = walk.logits + seen[n:]
 
 
 def fork(walk: Walk) -> None:
-    """Go on with a fork, while the other sequence goes its own way and is closed."""
+    """Continue with a fork. The first sequence gets other tokens and is closed."""
     old, walk.sequence = walk.sequence, walk.memory.fork(walk.sequence)
     walk.memory.run(walk.model, {old: walk.odd(walk.random.randint(1, 20))})
     walk.memory.close(old)
 
 
 def checkpoint(walk: Walk) -> None:
-    """Go on from a checkpoint in another sequence, as from a cached prefix."""
+    """Continue from a checkpoint in another sequence, as from a cached prefix."""
     mark = walk.memory.checkpoint(walk.sequence)
     walk.memory.run(walk.model, {walk.sequence: walk.odd(walk.random.randint(1, 70))})
     walk.memory.rollback(walk.sequence, to=mark)
@@ -118,7 +118,7 @@ def checkpoint(walk: Walk) -> None:
 
 
 def drafts(walk: Walk) -> None:
-    """Feed tokens and wrong drafts behind them, of which none is accepted."""
+    """Feed tokens and then wrong drafts, none of which is accepted."""
     walk.feed(walk.random.randint(1, 6), n_odd=walk.random.randint(1, 5))
 
 

@@ -1,8 +1,7 @@
-"""Anything, in any order: a hybrid memory against plain lists of tokens and an oracle that recomputes from scratch.
+"""Anything happens in any order: a hybrid memory is compared with plain lists of tokens and an oracle that recomputes.
 
-Three times: with all rows, with every policy and storage, and with a model in bfloat16 whose weights have 8 bits.
-By default there are 20 examples of each, of the last three; with `TESTS=long` 50, and `HYPOTHESIS_PROFILE=long` runs
-1,000.
+There are three machines: one keeps all rows, one takes every policy and storage, and one is a bfloat16 model with
+weights of 8 bits. By default each runs 20 examples, with `TESTS=long` 50, and with `HYPOTHESIS_PROFILE=long` 1,000.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ def joined(parts: Parts) -> list[int]:
 
 
 def head(parts: Parts, to: int) -> Parts:
-    """The first tokens, cut as they were: what is left of a step that was taken back in part is a step."""
+    """Return the first tokens, cut into the same steps. What is left of a step that was partly taken back is a step."""
     starts = itertools.accumulate(map(len, parts), initial=0)
     return tuple(part[: to - start] for part, start in zip(parts, starts, strict=False) if start < to)
 
 
 class Machine(RuleBasedStateMachine):
-    """A memory of all rows."""
+    """Is a memory that keeps all rows."""
 
     toy: ClassVar = Toy()
 
@@ -77,14 +76,14 @@ class Machine(RuleBasedStateMachine):
 
     def start(self, memory: HybridMemory) -> None:
         self.memory, self.window = memory, memory.rollback_window
-        # So that short examples have something to go back in, and something shared.
+        # Even short examples then have something to go back in, and something that is shared.
         self.open()
         self.step([(0, [i % VOCAB for i in range(25)])], [], None)
         self.fork(0, mark=False)
         self.fork(0, mark=True)
 
     def recomputed(self, parts: Parts) -> torch.Tensor:
-        """Logits (n, vocab) of a sequence that saw these tokens and nothing else."""
+        """Return logits (n, vocab) of a sequence that saw these tokens and nothing else."""
         return self.subject.fresh(self.subject.cut([list(part) for part in parts]), self.window)
 
     def pick(self, index: int, *, live: bool = True) -> Sequence | None:
@@ -189,7 +188,7 @@ class Machine(RuleBasedStateMachine):
             self.subject.assert_same(rows[sequence][way], self.recomputed(after)[length:])
         if path:
             self.model[sequence] = (*before, tuple(requests[sequence][node] for node in path))
-            fed = length + len(parents) if is_chain else sequence.length  # A tree counts as its accepted path alone.
+            fed = length + len(parents) if is_chain else sequence.length  # Of a tree, only the accepted path counts.
             self.peaks[sequence] = max(self.peaks[sequence], fed)
         if other is not sequence:
             self.model[other] = (*self.model[other], tuple(beside[1]))
@@ -206,7 +205,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(index=INDEX, fault=st.booleans())
     def fault_on_entering(self, index: int, fault: bool) -> None:
-        """Copying a shared block fails while the step is being set up."""
+        """Let the copy of a shared block fail while the step is being entered."""
         sequence = self.pick(index)
         if sequence is None:
             return
@@ -238,10 +237,11 @@ class Machine(RuleBasedStateMachine):
         horizon, parts = sequence.horizon, head(self.model[sequence], to)
         marks = [s for s in self.model if s.is_checkpoint and not s.is_swapped and s.length >= to]
         through = [s for s in marks if joined(head(self.model[s], to)) == joined(parts)]
-        if 0 < to < horizon:  # through one of these, whose own furthest position counts from now on
+        # The rollback goes through one of these checkpoints. Its furthest position counts from now on.
+        if 0 < to < horizon:
             cuts = {self.model[s] for s in through}
             if self.subject.is_lossy and len({head(cut, to) for cut in cuts}) > 1:
-                return  # which of them it is cannot be seen from here
+                return  # One cannot see here which of them it is.
             parts, self.peaks[sequence] = head(cuts.pop(), to), max(self.peaks[s] for s in through)
         elif to == 0 and horizon > 0:
             self.peaks[sequence] = 0
@@ -291,7 +291,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def move_blocks(self) -> None:
-        """As an allocation does that lacks room."""
+        """Move blocks together, as an allocation does that lacks room."""
         shake(self.memory)
 
     @rule(index=INDEX)
@@ -379,7 +379,7 @@ class Machine(RuleBasedStateMachine):
 
 
 class LossyMachine(Machine):
-    """A memory with a policy, a storage or both: tokens are cut as they were when the oracle reads them again."""
+    """Is a memory with a policy, a storage or both. The oracle reads the tokens in the same steps."""
 
     @initialize(
         policy=st.sampled_from([None, *POLICIES.values()]), storage=st.sampled_from([None, *STORAGES.values()]),
@@ -397,13 +397,13 @@ class LossyMachine(Machine):
 
 @cache
 def rounded_jamba() -> Subject:
-    """Jamba with rows of bfloat16 and weights of 8 bits."""
+    """Return a Jamba with rows of bfloat16 and weights of 8 bits."""
     with tempfile.TemporaryDirectory() as folder:
         return make_subject("jamba int8", Path(folder), dtype=torch.bfloat16)
 
 
 class RoundedMachine(Machine):
-    """A memory of all rows, of a model in 16 and 8 bits."""
+    """Is a memory of all rows, for a model with rows of 16 bits and weights of 8 bits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +415,10 @@ class RoundedMachine(Machine):
         return False  # How many rows are multiplied at once changes the rounding of 8 bits.
 
     def recomputed(self, parts: Parts) -> torch.Tensor:
-        """In the same steps: how many rows are multiplied at once changes the rounding of 8 bits, which grows."""
+        """Recompute in the same steps.
+
+        The number of rows in a product changes how 8 bits round, and the error grows.
+        """
         return self.subject.fresh([list(part) for part in parts], self.window)
 
     @initialize(

@@ -1,4 +1,4 @@
-"""The loss that training computes, and its gradients, are those of transformers' own model."""
+"""The loss that training computes, and its gradients, equal those of transformers' own model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _APART = 0.08
 
 @pytest.fixture(scope="module")
 def both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Loss and gradients of a small Jamba with both kinds of layers, by transformers and by the compiled loops."""
+    """Return loss and gradients of a small Jamba with both kinds of layers, by transformers and by our loops."""
     torch.manual_seed(0)
     sizes = {"num_experts": 1, "num_experts_per_tok": 1, "hidden_size": 48, "mamba_d_state": 4}
     config = jamba_config(**sizes, tie_word_embeddings=True)

@@ -1,4 +1,4 @@
-"""What training shows, and what it never shows."""
+"""Training shows some words, and never shows others."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class MessageFormat:
     def _message(self, content: list[Block]) -> dict[str, Any]:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model, "content": content}
 
-    # Methods that write a stream.
+    # The methods below write a stream.
 
     def begin(self) -> str:
         usage = {

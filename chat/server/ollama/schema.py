@@ -20,7 +20,8 @@ _SAME = (
 
 
 def _read_length(value: object) -> object:
-    return None if type(value) is int and value in (-1, -2) else value  # These stand for as many as fit.
+    # The two numbers stand for as many tokens as fit.
+    return None if type(value) is int and value in (-1, -2) else value
 
 
 class Options(Checked):

@@ -50,7 +50,7 @@ class Conversations:
         await self._repository.delete_session(session)
         return JSONResponse({"id": session.id, "object": "conversation.deleted", "deleted": True})
 
-    # Methods for items.
+    # The methods below are about items.
 
     async def list_items(self, request: Request, conversation_id: str) -> Response:
         _, path = await self._path(self._repository.owner_of(request), conversation_id)

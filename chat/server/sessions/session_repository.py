@@ -58,7 +58,7 @@ class SessionRepository:
         self._unfinished.add(task)
         task.add_done_callback(self._unfinished.discard)
 
-    # Methods that find out who asks, and for what.
+    # The methods below find out who asks, and for what.
 
     async def read(self, request: Request, model: type[ModelT]) -> tuple[ModelT, bytes]:
         """Read a request. Return its fields and its owner. Raises ApiError 400."""
@@ -144,7 +144,7 @@ class SessionRepository:
             resolved.append(item if found is item else {**found, "id": new_id(found["id"].partition("_")[0])})
         return resolved
 
-    # Methods that delete.
+    # The methods below delete what is stored.
 
     async def delete_session(self, session: StoredSession) -> None:
         """Delete a session, and the checkpoints that only it uses."""

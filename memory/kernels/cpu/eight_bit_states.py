@@ -1,7 +1,7 @@
 """Reads matrix states of 8 bits on the CPU, and makes new ones (see `memory.kernels.eight_bits`).
 
 A decode step does not run over the tail again. With one decay for each head, a state is the decayed body plus a sum
-over the tokens behind it: S_p = A_p S_0 + sum of A_pj u_j k_j^T, where A_pj is the product of the decays between j and
+over the tokens after it: S_p = A_p S_0 + sum of A_pj u_j k_j^T, where A_pj is the product of the decays between j and
 p. So S_p q is the body read once, in 8 bits, and a sum of written values u_j with the weights A_pj (k_j . q). The
 products of keys and queries are those of a group of heads, so they are computed once for each group. A new body is made
 from the old one and the tokens that fold alone.

@@ -94,7 +94,8 @@ class Recording:
         try:
             set_watch(self)
             torch._C._push_on_torch_function_stack(_HostReads(self))
-            # This is not a `with` block, because torch's also sets flags, which an interrupt would leave set.
+            # This is not a `with` block, because torch's context manager also sets flags, which an interrupt would
+            # leave set.
             torch._C._push_on_torch_dispatch_stack(_Operations(self))
             self.output = run()
             self._end(*before)

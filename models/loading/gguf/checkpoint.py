@@ -95,7 +95,7 @@ class GgufCheckpoint(Checkpoint):
         n_layers = self._config.get_text_config().num_hidden_layers
         equal = {stored for name in self._tied.equal for stored in self._sources(name)}
         left = set(self._file) - self._used - equal - {"rope_freqs.weight"}
-        # Files have tensors for mixing values in RWKV-7's first layer as well, which nobody reads.
+        # Files have tensors for mixing values in RWKV-7's first layer too, but nothing reads them.
         if self._file.architecture == "rwkv7":
             left -= {f"blk.0.time_mix_v{i}.weight" for i in range(3)}
         return sorted(name for name in left if not (name.startswith("blk.") and int(layer_of(name)) >= n_layers))

@@ -69,7 +69,7 @@ def _read(path: Path) -> Tokenizer | None:
         return None
     digest, written = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     if hashlib.sha256(path.name.encode() + written).digest() != digest:
-        return None  # It was written in part, or changed. It is built and written anew.
+        return None  # The file is incomplete or was changed. The caller builds the tokenizer and writes the file anew.
     with suppress(OSError):
         os.utime(path, ns=(time.time_ns(), time.time_ns()))  # `touch` would take the system's coarser clock.
     return Tokenizer.from_str(written.decode())

@@ -118,7 +118,7 @@ def _check_shared(file: GgufFile, fields: Fields) -> None:
         )
 
 
-# Latent attention to rows that an index chooses
+# The functions below read latent attention to rows that an index chooses.
 
 
 def _index(file: GgufFile) -> Fields:

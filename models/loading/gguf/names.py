@@ -95,7 +95,7 @@ _NEXTN = re.compile(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.no
 
 
 def in_layer_behind(name: str, n_layers: int) -> str:
-    """Return DeepSeek's name of a tensor of Qwen's draft head: it is in the layer behind the last. Others stay."""
+    """Return DeepSeek's name of a tensor of Qwen's draft head: it is in a layer after the last one. Others stay."""
     stem = name.removesuffix(".weight")
     if stem in _OF_A_HEAD:
         return f"model.layers.{n_layers}.{_OF_A_HEAD[stem]}.weight"

@@ -1,4 +1,4 @@
-"""`serve --draft-head`: the checkpoint's own head or a folder's, one budget, and the same replies."""
+"""`serve --draft-head` takes the checkpoint's own head or a folder's, with one budget, and gives the same replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.models.families.qwen3_5 import qwen3_5_config
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A random model with a head, and the tokenizer of the embedded one."""
+    """Write a random model with a head, and the tokenizer of the embedded model."""
     vocab_size = json.loads((Path(EMBEDDED) / "config.json").read_text())["vocab_size"]
     place = tmp_path / "with-a-head"
     write_mtp_checkpoint(place, qwen3_5_config(vocab_size=vocab_size), is_often_right=True)
@@ -29,7 +29,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_draft_head_changes_no_reply_and_shares_the_budget(folder: Path, tmp_path: Path) -> None:
-    """Of the checkpoint, and of a folder that holds nothing else; without one, auto drafts nothing."""
+    """The head is the checkpoint's, or that of a folder which holds nothing else.
+
+    Without a head, auto drafts nothing.
+    """
     alone = tmp_path / "alone"
     alone.mkdir()
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""`serve --draft-model`: one budget for both models, a tokenizer that must be the same, and the same replies."""
+"""`serve --draft-model` takes one budget for both models, requires the same tokenizer, and gives the same replies."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybridmem.models.loading.load import OpenedModel
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A random model with the tokenizer of the embedded one."""
+    """Write a random model with the tokenizer of the embedded one."""
     vocab_size = json.loads((Path(EMBEDDED) / "config.json").read_text())["vocab_size"]
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,

@@ -1,4 +1,4 @@
-"""`hybrid-memory inspect`: what it says of files that are whole, and one line for those that are not."""
+"""`hybrid-memory inspect` describes files that are whole, and reports damaged ones in one line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_refused(path: Path, *words: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
-    """A saved sequence of 100 tokens, and its bytes by kind."""
+    """Save a sequence of 100 tokens. Return the file, and its bytes by kind."""
     model = load_model("embedded")
     memory = HybridMemory(model.memory_spec, "16MiB", rollback_window=8)
     sequence = memory.open()
@@ -66,7 +66,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path
 
 
 def forge(path: Path, **changes: Any) -> Path:
-    """The file with another `about` or other metadata, and a checksum that is right."""
+    """Write the file with another `about` or other metadata, and with a right checksum."""
     tensors, data = load_file(path), path.read_bytes()
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     metadata = {name: value for name, value in metadata.items() if name != "checksum"} | {
@@ -77,7 +77,7 @@ def forge(path: Path, **changes: Any) -> Path:
     return forged
 
 
-# What is whole
+# The tests below inspect files that are whole.
 
 
 def test_a_saved_sequence(saved: tuple[Path, dict[str, int]]) -> None:
@@ -159,7 +159,7 @@ def test_a_model_whose_tensors_do_not_fit(tmp_path: Path) -> None:
     assert facts["loads"] == "yes" and facts["tensors that nobody asks for"] == ["surplus"]
 
 
-# What is not
+# The tests below inspect files that are damaged.
 
 
 def test_damaged_and_foreign_files_are_one_line(saved: tuple[Path, dict[str, int]], chat: Path, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_forged_chat_does_not_lead_out_of_its_folder(chat: Path, tmp_path: Pat
 
 
 def test_a_forged_chat_names_a_session_by_an_integer(chat: Path, embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Found by hostile bytes: a half is between the first session and the second."""
+    """Hostile bytes found this: a half is between the first session and the second."""
     content = (chat / "session.json").read_text()
     about = {n: v for n, v in json.loads(content).items() if n != "sha256"} | {"first": 0.5}
     engine = Engine(embedded, HybridMemory(embedded.memory_spec, "16MiB"), tokenizer)
@@ -238,7 +238,7 @@ def test_hostile_strings_are_shown_harmlessly(saved: tuple[Path, dict[str, int]]
     )
 
 
-# Trees
+# The tests below inspect trees.
 
 
 def test_a_sequence_with_checkpoints_and_forks(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`hybrid-memory plan`: what it reads, what it prints, and that its JSON is what memories hold that are fed."""
+"""`hybrid-memory plan` reads configs and prints plans. Its JSON agrees with what memories hold that are fed."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_states_in_16_bits_and_weights() -> None:
 
 
 def test_no_session_fits_beside_weights_that_do_not() -> None:
-    """Unless the budget is for memories alone; the weights are told in either case."""
+    """Sessions fit if the budget is for memories alone. The plan shows the weights in either case."""
     options = ["plan", "--model", str(CONFIGS / "jamba-1.5-mini.json"), "--budget", "80GiB", "--context", "2k"]
     printed, alone = (CliRunner().invoke(app, [*options, *more]).stdout for more in ([], ["--weights", "none"]))
     assert "The model does not fit into 80 GiB: its weights take 96.1 GiB." in printed and "sessions fit" not in printed
@@ -158,7 +158,10 @@ def test_a_terminal_gets_tables(tmp_path: Path) -> None:
 
 
 def test_it_plans_for_what_is_there() -> None:
-    """By default for this machine's device and the model's own context, or 32k tokens where a config names none."""
+    """The default is this machine's device and the model's own context.
+
+    If a config names no context, the plan takes 32k tokens.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for name, n_tokens in {"mamba2-2.7b": 32_768, "jamba-1.5-mini": 262_144}.items():
         options = ["--model", str(CONFIGS / f"{name}.json"), "--json", "--weights", "none"]
@@ -218,7 +221,7 @@ def test_configs_that_are_none_are_one_line(tmp_path: Path) -> None:
 
 
 def test_a_draft_model_takes_its_part_of_the_budget() -> None:
-    """As many sessions fit into both memories, which `serve` makes with the same shares of the budget."""
+    """The plan counts sessions that fit into both memories. `serve` gives them the same shares of the budget."""
     large, small = (plan(name, "--context", "8k", "--budget", "80GiB") for name in ("nemotron-h-8b", "mamba2-2.7b"))
     options = ["--context", "8k", "--budget", "80GiB", "--draft-model", str(CONFIGS / "mamba2-2.7b.json")]
     both = plan("nemotron-h-8b", *options)
@@ -229,7 +232,7 @@ def test_a_draft_model_takes_its_part_of_the_budget() -> None:
 
 
 def test_a_draft_head_takes_its_part_of_the_budget(tmp_path: Path) -> None:
-    """Its weights and memory are those of the head that is loaded; without one, auto plans without."""
+    """Its weights and memory are those of the head that is loaded. Without a head, auto plans without one."""
     from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint  # It skips where transformers is older.
 
     config, place = qwen3_5_config(), tmp_path / "with-a-head"

@@ -1,4 +1,4 @@
-"""`hybrid-memory serve`: who may listen where, what is missing, and a server from its start to a signal."""
+"""`hybrid-memory serve` checks who may listen where and what is missing, and runs from its start to a signal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def test_this_machine_needs_no_key(host: str) -> None:
 
 
 def test_what_is_sent_waits_for_no_acknowledgement() -> None:
-    """Else each event of a stream would wait for that of the one before: 40 ms, by a client that has nothing to say."""
+    """Otherwise each event of a stream would wait until the client acknowledges the one before.
+
+    That takes 40 ms if the client has nothing to say.
+    """
     with bind("127.0.0.1", 0, has_key=False) as listener, socket.create_connection(listener.getsockname()):
         connection, _ = listener.accept()
         with connection:
@@ -105,7 +108,10 @@ def test_options_that_cannot_work(name: str, value: object) -> None:
 
 
 def test_from_start_to_signal(tmp_path: Path) -> None:
-    """The command as it is: its line on stderr says where, the key is asked for, and SIGTERM ends it in peace."""
+    """The real command runs.
+
+    Its line on stderr says where it listens, it asks for the key, and SIGTERM ends it without an error.
+    """
     program = [sys.executable, "-c", "from hybridmem.chat.cli import app; app()"]
     command = [
         *program,

@@ -1,4 +1,4 @@
-"""The options of `serve`: the command line, the file and the environment agree, and what is unknown is refused."""
+"""The command line, the file and the environment give `serve` the same options. Unknown ones are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hybridmem.memory import HybridMemory
 
 
 def run(arguments: list[str], **environment: str) -> tuple[Any, dict[str, Any]]:
-    """What the table's command gets for these arguments, without serving."""
+    """Return what the table's command gets for these arguments, without serving."""
     got: dict[str, Any] = {}
     app = typer.Typer()
     app.command()(command_of(SERVE + FLEET, lambda chosen: got.update(chosen), name="serve"))
@@ -35,7 +35,7 @@ def run(arguments: list[str], **environment: str) -> tuple[Any, dict[str, Any]]:
 
 
 def sample(row: Option, n: int, folder: Path) -> tuple[list[str], str, object]:
-    """A value that is not the default: as arguments, in the environment, in the file."""
+    """Return a value that is not the default, as arguments, in the environment and in the file."""
     if row.kind == "tables":
         path = folder / f"{row.name}-{n}.toml"
         path.write_text(f'[[{row.name}]]\nname = "a{n}"\nlimit = {n}\n')
@@ -54,7 +54,10 @@ def sample(row: Option, n: int, folder: Path) -> tuple[list[str], str, object]:
 
 
 def test_all_three_sources_say_the_same_and_the_nearer_one_counts(tmp_path: Path) -> None:
-    """All options at once, because each command is made of eighty options, which takes typer 15 ms."""
+    """All options are tried at once.
+
+    Typer takes 15 ms to make a command of eighty options.
+    """
     rows, path = SERVE + FLEET, tmp_path / "server.toml"
     samples = [{row: sample(row, n, tmp_path) for row in rows} for n in range(3)]
     default, values = run([])[1], []
@@ -72,7 +75,7 @@ def test_all_three_sources_say_the_same_and_the_nearer_one_counts(tmp_path: Path
             assert by_arguments[name] == by_variables[name] == by_file[name] != default[name], name
         values.append(by_arguments)
 
-    # A flag has two values only, so whatever is nearer says again what the default is.
+    # A flag has only two values, so the nearer place sets it to its default.
     say_in_the_file(1)
     nearer = {row.variable: str(row.default) if row.kind == "flag" else samples[0][row][1] for row in rows}
     by_variables = run(["--config", str(path)], **nearer)[1]
@@ -126,7 +129,7 @@ def test_every_row_is_an_argument_of_what_it_names() -> None:
 
 
 def test_defaults_that_stand_in_several_places_are_the_same() -> None:
-    """`hybridmem.defaults` names them, and nothing that has one of them as a default says another number."""
+    """`hybridmem.defaults` names them, and every place that has one of them as a default says the same number."""
     memory, engine = inspect.signature(HybridMemory).parameters, inspect.signature(Engine).parameters
     options, own = {row.name: row.default for row in SERVE}, {f.name: f.default for f in dataclasses.fields(Setup)}
     window, step_tokens = memory["rollback_window"].default, engine["step_tokens"].default

@@ -1,4 +1,4 @@
-"""The terminal chat: commands, what they print, and that everything can be taken back over a pipe as well."""
+"""In the terminal chat, the tests check commands and their output, and take everything back over a pipe as well."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def talk(*lines: str, options: tuple[str, ...] = ()) -> Result:
 
 
 class ReadTerminal(Terminal):
-    """A terminal whose consoles can be read."""
+    """Is a terminal whose consoles can be read."""
 
     def __init__(self, engine: Engine, session: ChatSession) -> None:
         self.out, self.notes = (Console(file=io.StringIO(), width=100) for _ in range(2))
@@ -45,7 +45,7 @@ def terminal(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[ReadTerm
 
 
 def printed(console: Console) -> str:
-    """What was printed since the last call."""
+    """Return what was printed since the last call."""
     file = console.file
     assert isinstance(file, io.StringIO)
     text = file.getvalue()
@@ -59,7 +59,7 @@ def take(terminal: ReadTerminal, line: str) -> tuple[str, str]:
     return printed(terminal.out), printed(terminal.notes)
 
 
-# Over a pipe
+# The tests below talk over a pipe.
 
 
 def test_replies_go_to_standard_output_and_notes_to_standard_error() -> None:
@@ -134,7 +134,7 @@ def test_a_system_message_is_remembered() -> None:
     assert (result.exit_code, result.stdout) == (0, "Your cat is called Zoe.\n")
 
 
-# Commands
+# The tests below are about commands.
 
 
 def test_branches_go_their_own_ways(terminal: ReadTerminal) -> None:

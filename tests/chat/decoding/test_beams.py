@@ -35,7 +35,7 @@ def assert_nothing_left(memory: HybridMemory) -> None:
     assert usage.used_bytes == 0 and not usage.by_sequence
 
 
-# Against transformers
+# The tests below compare with transformers.
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def test_beams_and_scores_are_those_of_transformers(
 
 
 def test_the_options_of_these_tests_matter(pair: Pair) -> None:
-    """Other penalties and ways to stop do find other beams, some of which end early."""
+    """With other penalties and ways to stop, the search finds other beams, and some of them end early."""
     found, lengths = set(), set()
     for penalty, stopping in itertools.product((-1.0, 0.0, 1.0, 2.0), (False, True, "never")):
         options = BeamOptions(4, 12, penalty, stopping, pair.likely[1:4])  # type: ignore[arg-type]
@@ -109,11 +109,14 @@ def test_the_options_of_these_tests_matter(pair: Pair) -> None:
     assert len(found) > 3 and len(lengths) > 3, (len(found), lengths)
 
 
-# Against exhaustive search
+# The tests below compare with an exhaustive search.
 
 
 def log_probabilities(model: Toy, prompt: list[int], texts: Seq[Seq[int]]) -> list[float]:
-    """Of each text after the prompt, all its tokens together, read without any beam."""
+    """Return the log probabilities of each text after the prompt.
+
+    All its tokens are read together, without any beam.
+    """
     memory = HybridMemory(model.memory_spec, "64MiB", rollback_window=4)
     with memory.step([(memory.open(), [*prompt, *text]) for text in texts], outputs="all") as step:
         rows = [r[len(prompt) - 1 : -1].log_softmax(-1) for r in step.split(model(step))]
@@ -122,7 +125,10 @@ def log_probabilities(model: Toy, prompt: list[int], texts: Seq[Seq[int]]) -> li
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
 def test_beams_as_wide_as_everything_find_the_best(length_penalty: float) -> None:
-    """Every text of up to two tokens, all complete in the end: the stop token, or it behind another, or two tokens."""
+    """The beams hold every text of up to two tokens, and all are complete in the end.
+
+    A text is the stop token, one token with the stop token after it, or two other tokens.
+    """
     model, memory, prompt, stop_id = Toy(), make_memory(Toy()), PROMPTS[0], 5
     options = BeamOptions(VOCAB**2, 2, length_penalty, "never", (stop_id,))
     beams = beam_searches(model, memory, [prompt], options)[0]
@@ -146,7 +152,7 @@ def test_beams_as_wide_as_all_prefixes_find_the_best_of_three() -> None:
     assert [tuple(beam.token_ids) for beam in beams[:30]] == best
 
 
-# Alone and together
+# The tests below run beams alone and together.
 
 
 def test_one_beam_is_greedy() -> None:
@@ -169,7 +175,7 @@ def test_prompts_of_a_batch_do_not_disturb_each_other() -> None:
 
 
 def test_scores_are_those_of_the_texts() -> None:
-    """What a beam was reordered through leaves no trace in its log probability."""
+    """Reorderings of a beam leave no trace in its log probability."""
     model = Toy()
     beams = beam_search(model, make_memory(model), PROMPTS[0], 6, 25, length_penalty=0.5)
     for beam, expected in zip(
@@ -242,7 +248,7 @@ def test_options_that_cannot_work(n_beams: int, max_tokens: int, stopping: bool,
         BeamOptions(n_beams, max_tokens, early_stopping=stopping)
 
 
-# n best
+# The tests below ask for the n best.
 
 
 def test_n_best_are_sorted_and_repeat_with_their_seed() -> None:

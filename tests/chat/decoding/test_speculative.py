@@ -1,6 +1,4 @@
-"""Speculative decoding: the same greedy text whatever is drafted, the same distribution when sampling, and no state
-more than without.
-"""
+"""Speculative decoding gives the same greedy text for any draft, and the same distribution when it samples."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ PROMPTS = [[18, 12, 3], [2], [8, 18, 3], [11, 3, 11, 3, 5, 11, 3]]
 
 
 class Always:
-    """The same draft for each sequence, however long it may be, or none at all."""
+    """Drafts the same tokens for each sequence, however many they are, or none at all."""
 
     n_draft, vocab_size = 8, None
 
@@ -50,8 +48,9 @@ class Always:
 
 
 class RandomDrafts:
-    """Drafts of random lengths, made of random tokens and, with probability `p_right`, of those that plain decoding
-    chose.
+    """Drafts random numbers of tokens.
+
+    A token is random or, with probability `p_right`, the one that plain decoding chose.
     """
 
     vocab_size = None
@@ -79,7 +78,7 @@ class RandomDrafts:
 
 
 class WrongDrafts:
-    """Drafts what stands in a text, which is found by its first token, at the same place."""
+    """Drafts from another text, which is found by its first token, at the same place."""
 
     vocab_size = None
 
@@ -100,7 +99,7 @@ class WrongDrafts:
 def plain(
     model: Any, prompts: list[list[int]] = PROMPTS, max_tokens: int = 40, *, stop_ids: tuple[int, ...] = ()
 ) -> list[list[int]]:
-    """What is said without drafts."""
+    """Return the reply without drafts."""
     engine = Engine(
         model,
         HybridMemory(model.memory_spec, "16MiB", rollback_window=8, page_tokens=4, poison=True),
@@ -131,7 +130,7 @@ def make_memory(model: Toy | FamilyToy, window: int = 8, **options: object) -> H
     return HybridMemory(model.memory_spec, "1MiB", rollback_window=window, page_tokens=4, poison=True, **options)
 
 
-# Greedy
+# The tests below decode greedily.
 
 
 @pytest.mark.parametrize("fold", ["keep", "replay"])
@@ -151,7 +150,7 @@ def test_prompt_lookup_decodes_the_same_text(window: int, n_draft: int, fold: st
 @pytest.mark.parametrize("p_right", [0.0, 0.5, 0.9, 1.0] if IS_LONG else [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("toy", ["hybrid", "attention", "recurrent"])
 def test_any_draft_decodes_the_same_text(toy: str, p_right: float) -> None:
-    """Random drafts of random lengths, none among them, for several sequences in one batch."""
+    """Random drafts have random lengths, some of them 0, for several sequences in one batch."""
     model = Toy(attention=toy != "recurrent", recurrent=toy != "attention", window=6)
     expected = plain(model)
     drafter = RandomDrafts([p + e for p, e in zip(PROMPTS, expected, strict=True)], 8, p_right)
@@ -168,7 +167,7 @@ def test_any_draft_decodes_the_same_text(toy: str, p_right: float) -> None:
     ids=str,
 )
 def test_rejected_drafts_change_no_row(policy: str | None, storage: Storage | None) -> None:
-    """Attention with a policy or few bits, and drafts that are always wrong: the text without drafts."""
+    """Attention has a policy or few bits, and all drafts are wrong. The text is that without drafts."""
     model = Toy()
     spec = model.memory_spec.with_policy(policy and POLICIES[policy]).with_storage(storage)
 
@@ -199,8 +198,9 @@ def test_checkpoints_decode_the_same_text(name: str, tmp_path: Path) -> None:
 
 
 def test_a_draft_ends_where_the_reply_does() -> None:
-    """A token that ends the reply may stand inside of an accepted draft; the memory ends before it, or with it where
-    ends are fed.
+    """A token that ends the reply may be inside of an accepted draft.
+
+    The memory then ends before it, or with it if ends are fed.
     """
     model = Toy()
     text = plain(model, PROMPTS[:1])[0]
@@ -245,7 +245,7 @@ def test_a_step_is_no_larger_than_asked_for() -> None:
 
 
 def test_a_memory_without_room_for_drafts_goes_on_without_them() -> None:
-    """One page is left behind the prompt: a token fits, a draft does not."""
+    """One page is left after the prompt. It has room for a token, but not for a draft."""
     model = Toy(recurrent=False)
     page_bytes = make_memory(model).usage().block_bytes["pages"]
     texts = plain(model, [[1, 2, 3]], 5)
@@ -282,11 +282,11 @@ def test_a_failing_step_changes_nothing() -> None:
     assert texts == expected
 
 
-# Drafters
+# The tests below are about drafters.
 
 
 def test_prompt_lookup_finds_the_latest_occurrence() -> None:
-    """Against a search through the whole text, while the text grows."""
+    """It finds what a search through the whole text finds, while the text grows."""
     memory = make_memory(Toy())
     generator = random.Random(4)
     for n_gram in (1, 2, 3):
@@ -396,7 +396,7 @@ def test_drafts_must_fit_the_window_and_the_vocabulary() -> None:
         SpeculativeBatch(model, make_memory(model), (), other)
 
 
-# Sampling
+# The tests below are about sampling.
 
 
 P = torch.tensor([0.5, 0.25, 0.15, 0.1, 0.0])
@@ -413,13 +413,13 @@ def frequencies(token_ids: list[int], n: int) -> Tensor:
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Total variation."""
+    """Return the total variation of two distributions."""
     return float((a - b).abs().sum()) / 2
 
 
 @pytest.mark.parametrize("drafted", [0, 1, 3, 4, None])
 def test_one_draft_keeps_the_distribution(drafted: int | None) -> None:
-    """A certain draft of any token, or one drawn from Q: the first token is distributed as P."""
+    """The draft is a fixed token, or is drawn from Q. The first token of the reply has the distribution P."""
     draws = Draws.of(Sampling(temperature=1.0, seed=3), [])
     rows_KV, found, n_accepted = torch.stack([P.log(), P.log()]), [], 0
     for _ in range(N_DRAWS):
@@ -434,9 +434,7 @@ def test_one_draft_keeps_the_distribution(drafted: int | None) -> None:
 
 
 def exact_marginals(model: Toy, prompt: list[int], temperature: float) -> list[Tensor]:
-    """Distributions (V,) of the first, second and third token after a prompt, summed over all that may stand before
-    them.
-    """
+    """Return distributions (V,) of the first, second and third token after a prompt, summed over the tokens before."""
     memory = HybridMemory(model.memory_spec, "256MiB", rollback_window=4)
     prefixes: list[tuple[list[int], float]] = [([], 1.0)]
     marginals = []
@@ -468,8 +466,9 @@ def sampled_texts(
 
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 def test_sampled_texts_keep_the_distribution(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marginals of three tokens in a row, which later drafts and rejections shape.
-    And a rule that always accepts is caught.
+    """The test compares marginals of three tokens in a row, on which later drafts and rejections have an effect.
+
+    It detects a rule that always accepts.
     """
     model, small, prompt, temperature = Toy(), Toy(attention=False), [4, 9, 4, 9, 4], 2.0
     exact = exact_marginals(model, prompt, temperature)
@@ -502,7 +501,7 @@ def test_a_seed_decides_a_sampled_text() -> None:
 
 
 def test_sampling_at_no_temperature_is_greedy() -> None:
-    """Also where a repetition penalty makes the likeliest token another one than the model's."""
+    """This also holds if a repetition penalty makes another token the most likely one."""
     model = Toy()
     for penalty in (1.0, 1.5):
         texts = []
@@ -514,14 +513,16 @@ def test_sampling_at_no_temperature_is_greedy() -> None:
         assert texts[0] == texts[1] and len(texts[0]) == 30
 
 
-# Bytes
+# The tests below count bytes.
 
 
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 def test_drafts_hold_no_states(fold: str) -> None:
-    """Between steps a sequence holds the states and the tail that plain decoding holds.
-    Inside of a step, the body may move while the old one must stay, and the head stays at the start until it is known
-    which drafts are right: two more states and one more tail at most. None of it depends on how long drafts are."""
+    """Between steps, a sequence holds the states and the tail that plain decoding holds.
+
+    Inside of a step, the body may move while the old one must stay. The head stays at the start until it is known which
+    drafts are right. So a step uses at most two more states and one more tail, however long drafts are.
+    """
     model, prompt = Toy(), PROMPTS[0]
     text = plain(model, [prompt], 100)[0]
     held: dict[int, tuple[int, int]] = {}
@@ -547,12 +548,13 @@ def test_drafts_hold_no_states(fold: str) -> None:
     assert max(inside.values()) <= (held[0][0] + 2, 2)
 
 
-# Conversations
+# The tests below are about conversations.
 
 
 def test_conversations_are_the_same_with_drafts(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Several users, several turns, replies that end inside of drafts: every memory holds what the chat template
-    renders.
+    """Several users take several turns, and replies end inside of drafts.
+
+    Every memory holds what the chat template renders.
     """
     memory = HybridMemory(embedded.memory_spec, "64MiB", poison=True)
     batch = SpeculativeBatch(

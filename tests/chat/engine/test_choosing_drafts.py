@@ -1,4 +1,7 @@
-"""Whether drafts are used: where they pay, and they cost next to nothing elsewhere. Seconds are given here."""
+"""The engine drafts where that pays, and elsewhere drafts cost almost nothing.
+
+The tests set the seconds that steps take.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _STEP, _ROW = 0.010, 0.001
 
 
 class Drafter:
-    """Each of its steps takes so many seconds; it asks the clock that the test moves."""
+    """Takes so many seconds for each of its steps, by the clock that the test moves."""
 
     most_drafted = 8
 
@@ -45,7 +48,7 @@ class Drafter:
 def decode(
     monkeypatch: pytest.MonkeyPatch, n_right: int, seconds: float, *, n_jobs: int = 4, n_steps: int = 2000
 ) -> tuple[float, float]:
-    """Return how many tokens a second steps bring, against plain ones, and the share of steps with drafts."""
+    """Return how many tokens a second steps give, compared with plain ones, and the share of steps with drafts."""
     clock = [0.0]
     monkeypatch.setattr("hybridmem.chat.engine.drafting.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     drafter = cast(JobDrafter, Drafter(seconds, clock))
@@ -84,7 +87,7 @@ def test_a_drafter_that_is_right_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_drafter_that_does_not_pay_costs_at_most_two_percent(
     monkeypatch: pytest.MonkeyPatch, n_right: int, seconds: float
 ) -> None:
-    """Wrong drafts, and right ones that take too long."""
+    """Its drafts are wrong, or right but too slow."""
     speed, share = decode(monkeypatch, n_right, seconds)
     assert speed > 0.98 and share < 0.1
     assert share > 0, "it was tried"
@@ -122,7 +125,10 @@ def copy_text(
 
 
 def test_a_copy_with_changes_comes_in_long_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 40th token is another one. Kernels that are compiled for the first drafts do not change what is learned."""
+    """Every 40th token differs from the prompt.
+
+    Kernels that are compiled for the first drafts do not change what is learned.
+    """
     said = [900 if i % 40 == 39 else i for i in range(190)]
     assert copy_text(monkeypatch, said, 0.0005)[0] > 3.6
     assert copy_text(monkeypatch, said, 0.0005, slow_steps=3)[0] > 3.6
@@ -130,7 +136,10 @@ def test_a_copy_with_changes_comes_in_long_drafts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_text_that_repeats_words_only_is_not_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three tokens of the prompt come again, and what follows them does not: guesses are found, and none is right."""
+    """Three tokens of the prompt come again, but other tokens follow them.
+
+    So guesses are found, and none is right.
+    """
     starts = random.Random(0).choices(range(190), k=200)
     said = [token for i, start in enumerate(starts) for token in (start, start + 1, start + 2, 500 + i)]
     speed, n_drafted = copy_text(monkeypatch, said, 0.001)
@@ -138,7 +147,10 @@ def test_text_that_repeats_words_only_is_not_drafted(monkeypatch: pytest.MonkeyP
 
 
 def test_a_reply_that_repeats_does_not_slow_down_the_others() -> None:
-    """One of eight replies loops. Its drafts would bring many tokens, and each step of all others would take longer."""
+    """One of eight replies loops.
+
+    Its drafts would give many tokens, but each step of all others would take longer.
+    """
     drafting = Drafting(make_memory(Toy(), rollback_window=32), 256, Speculation(looks_up=True))
     jobs = [make_job(i) for i in range(8)]
     n_drafted = 0

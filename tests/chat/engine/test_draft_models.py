@@ -1,4 +1,4 @@
-"""Drafts of a smaller model in the engine: replies are the same with them, and its sequences follow the jobs."""
+"""A smaller model drafts in the engine. Replies are the same with its drafts, and its sequences follow the jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.toy import Toy
 
 
 def make_drafter(budget: str = "4MiB", *, caches: bool = False, **options: object) -> ModelDrafter:
-    """The draft model has other weights in effect: it lacks attention, and is right now and then."""
+    """Return a draft model that lacks attention, so that it is right only now and then."""
     small = Repeating(attention=False)
     memory = make_memory(small, budget)
     return ModelDrafter(small, memory, prefixes=PrefixCache(memory) if caches else None, **options)
@@ -89,7 +89,10 @@ def test_a_model_that_drafts_for_itself_is_always_right_drawn_or_not() -> None:
 
 
 def test_drawn_tokens_have_the_distribution_of_plain_sampling() -> None:
-    """Chi-square, over the sixth token of replies without a seed; in the long form at three temperatures."""
+    """A chi-square test compares the sixth token of replies without a seed.
+
+    The long form does so at three temperatures.
+    """
     for temperature in (1.0, 0.5, 1.5)[: pick(1, 3)]:
         counts = []
         for drafter in (None, make_drafter()):
@@ -134,7 +137,7 @@ def test_what_drafts_were_worth_is_counted_by_place_and_by_reply() -> None:
 
 
 def test_choices_share_the_draft_models_prompt() -> None:
-    """The prompt is fed to the draft model once, and its sequence is forked as that of the model is."""
+    """The draft model is fed the prompt once. Its sequence is forked when the model's is."""
     drafter = make_drafter()
     fed, advance = list[int](), drafter.memory.step
     drafter.memory.step = lambda requests, **o: fed.extend(len(ids) for _, ids in requests) or advance(requests, **o)  # type: ignore[method-assign, func-returns-value]

@@ -1,4 +1,4 @@
-"""Drafts in the engine: replies are the same with them, and they stop where they do not pay."""
+"""The engine drafts from texts. Replies are the same with drafts, and drafting stops where it does not pay."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ALWAYS = Speculation(looks_up=True, adapts=False, branches=4)
 
 
 class Repeating(Toy):
-    """A toy that mostly lets the same token follow each token: drafts are often right, and sometimes not."""
+    """Is a toy that mostly lets the same token follow each token. So drafts are often right, and sometimes not."""
 
     def __call__(self, step: Any) -> Any:
         logits = super().__call__(step)
@@ -58,7 +58,10 @@ def replies(
 
 @pytest.mark.parametrize("seed", range(6))
 def test_replies_and_sequences_are_the_same_with_drafts(seed: int) -> None:
-    """Greedy and drawn ones, with penalties, in small budgets too; what is left of a sequence is the same."""
+    """Replies are greedy or drawn, with penalties, in small budgets too.
+
+    The sequences that are left are the same.
+    """
     without, _ = replies(Speculation(), seed)
     drafted, engine = replies(ALWAYS, seed)
     for a, b in zip(without, drafted, strict=True):
@@ -98,7 +101,10 @@ def test_texts_stop_strings_and_predictions(embedded: LanguageModel, tokenizer: 
 def test_the_mask_of_a_grammar_is_that_of_each_drafted_token(
     embedded: LanguageModel, tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
-    """A draft is fed as far as the grammar allows it, and what is chosen behind it follows the grammar from there."""
+    """A draft is fed as far as the grammar allows it.
+
+    The token that is chosen after it follows the grammar from there.
+    """
     pattern = r"(yes|no)( (yes|no)){11}"
     grammar = Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,)).regex(pattern)
     prompt = tokenizer.encode("<|bos|><|user|>My cat is called Zoe.<|end|><|assistant|>")
@@ -151,7 +157,7 @@ def test_guesses() -> None:
 
 
 def test_a_guess_after_a_change_is_where_the_copy_goes_on() -> None:
-    """One token was replaced; two were; one was left out; the change is too long ago."""
+    """In the cases, one token or two were replaced, one was left out, or the change is too long ago."""
     source = [*range(100, 160)]
     for said, expected in (
         ([100, 101, 102, 7], [104, 105]), ([100, 101, 102, 7, 8, 105], [106, 107]),
@@ -191,7 +197,10 @@ def test_one_slow_step_does_not_change_a_cost_much() -> None:
 
 
 def test_a_slow_step_at_the_beginning_is_soon_forgotten() -> None:
-    """One that compiles a kernel, say: as a part of a mean, it made drafts look slow for hundreds of steps."""
+    """Such a step compiles a kernel, for example.
+
+    In a mean, it would make drafts look slow for hundreds of steps.
+    """
     cost = Cost()
     for seconds in (5.0, 5.0, 5.0, 0.01, 0.01, 0.01):
         cost.note(4, seconds)

@@ -1,6 +1,6 @@
-"""Drafts, a prefix cache, swaps, preemption, several choices, log probabilities and edits at once, in a small budget.
+"""Drafts, a prefix cache, swaps, preemption, several choices, log probabilities and edits meet in a small budget.
 
-Each reply is compared with what a sequence says that is computed anew and alone. `TESTS=long` takes 10,000 steps.
+Each reply is compared with that of a sequence that is computed anew and alone. `TESTS=long` takes 10,000 steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_TEXT, _STOPS = 90, (4,)
 
 @dataclass
 class Asked:
-    """A reply that is being generated: `text` is all that was fed before it."""
+    """Holds a reply that is being generated. `text` is all that was fed before it."""
 
     generation: Generation
     text: list[int]
@@ -72,7 +72,10 @@ class Machine:
                 self.check(asked)
 
     def draw_prompt(self) -> list[int]:
-        """Draw a prompt that begins as an earlier text does, and may be in the cache, and repeats some tokens of it."""
+        """Draw a prompt that repeats some of its own tokens.
+
+        It begins as an earlier text does, which may be in the cache.
+        """
         text = self.random.choice(self.texts)
         prompt = [*text[: self.random.randint(0, min(30, len(text)))], *draw_prompt(self.random, 4, VOCAB)]
         return prompt + prompt[-6:]
@@ -99,7 +102,7 @@ class Machine:
         self.seen["choices"] += 1
 
     def edit(self) -> None:
-        """Take a kept sequence back to somewhere, and let another text follow."""
+        """Take a kept sequence back to some earlier position, and let another text follow."""
         sequence = self.kept.pop()
         if sequence.is_swapped or sequence.length > _MOST_TEXT - 28:
             self.memory.close(sequence)
@@ -115,7 +118,7 @@ class Machine:
         self.asked.append(Asked(generation, text, sampling, is_kept=True))
 
     def check(self, asked: Asked) -> None:
-        """Compare a reply with what the text says that is computed anew."""
+        """Compare a reply with what the model says of the same text when it is computed anew."""
         generation, said = asked.generation, asked.generation.token_ids
         assert generation.finish_reason in ("stop", "length", "cancelled"), generation.error
         if generation.sequence is not None and not generation.sequence.closed:

@@ -1,4 +1,4 @@
-"""The engine: everybody says what they would say alone, whoever else comes, goes, waits or is swapped out."""
+"""In the engine, each request gets the reply that it would get alone, whatever happens to others or to itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.toy import VOCAB, Toy
 TEXTS = ["My cat is called Zoe.", "What is my dog called?", "I read a book today.", "My lucky number is 23. " * 12]
 
 
-# Equality
+# The tests below compare a reply in a batch with the same reply alone.
 
 
 def test_random_arrivals_say_what_each_would_say_alone(model: LanguageModel) -> None:
@@ -84,7 +84,7 @@ def test_seeds_give_the_same_tokens_alone_and_in_any_company(model: LanguageMode
     assert said[1] != said[2]
 
 
-# Too little memory
+# The tests below have too little memory.
 
 
 def test_preemption_loses_no_work_and_changes_no_word(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_large_limits_on_replies_keep_nobody_out() -> None:
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 @pytest.mark.parametrize("page_tokens", [1, 4, 32])
 def test_admission_knows_what_a_sequence_takes(page_tokens: int, fold: Literal["keep", "replay"]) -> None:
-    """To the byte, for lengths that are not rounded, whatever the memory was made with."""
+    """It knows this to the byte, also for lengths that are not rounded, whatever the memory was made with."""
     memory = HybridMemory(Toy().memory_spec, "1MiB", rollback_window=5, page_tokens=page_tokens, fold=fold)
     sizes = Sizes(memory)
     for n_tokens in (4, 16, 48):
@@ -179,7 +179,10 @@ def test_budgets_of_two_small_pages_work() -> None:
 
 
 def test_what_can_never_fit_is_refused_at_once_and_touches_nothing() -> None:
-    """A million tokens by their number alone: no checkpoint goes, nobody else notices, and what is named is enough."""
+    """A million tokens are refused by their number alone.
+
+    No checkpoint is closed, nobody else notices, and the budget that the error names is enough.
+    """
     model = Toy(recurrent=False)
     engine = make_engine(model, private_bytes(model, 100))
     engine.prefixes = PrefixCache(engine.memory, grid_tokens=8)
@@ -257,7 +260,7 @@ def test_where_nothing_can_be_swapped_to_requests_wait_in_place(monkeypatch: pyt
         assert generation.token_ids == decode_alone(model, [i], 70)
 
 
-# Fairness
+# The tests below are about fairness.
 
 
 def test_a_long_prompt_takes_no_token_from_anybody(model: LanguageModel) -> None:
@@ -299,7 +302,7 @@ def test_short_prompts_do_not_wait_for_long_ones_nor_long_ones_for_ever() -> Non
     assert len(finished) > 20 and finished[0] is not long
 
 
-# Ends at any time
+# The tests below end generations at any time.
 
 
 def test_cancellations_and_deadlines_at_any_time_free_everything(model: LanguageModel) -> None:
@@ -379,7 +382,7 @@ def test_callbacks_may_cancel_and_submit_but_not_step() -> None:
     assert more[0].finish_reason == "length" and len(errors) == 1
 
 
-# What belongs together
+# The tests below are about parts that belong together.
 
 
 def test_an_engine_is_made_of_what_belongs_together_or_not_at_all() -> None:
@@ -397,7 +400,7 @@ def test_an_engine_is_made_of_what_belongs_together_or_not_at_all() -> None:
 
 
 def test_a_generation_that_has_ended_is_forgotten_whenever_its_deadline_is() -> None:
-    """Whoever waits for a far deadline must not keep the prompts of a day."""
+    """A generation with a far deadline must not keep the prompts of a day."""
     engine = make_engine(Toy())
     generations = [engine.submit([i], max_tokens=2, deadline_s=3600 + i % 2) for i in range(8)]
     jobs = weakref.WeakSet(scheduler_of(engine).jobs.values())

@@ -1,4 +1,4 @@
-"""Several replies to one prompt: it is computed once, and each says what it would say alone."""
+"""Several replies share one prompt. It is computed once, and each reply is what it would be alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def test_choices_go_on_without_the_one_that_computes_their_prompt(toy: Toy, n_st
     assert first.finish_reason == "cancelled"
     for choice, sampling in zip(others, SAMPLINGS[1:], strict=True):
         assert choice.token_ids == choose_alone(toy, PROMPT, choice.token_ids, sampling) and len(choice.token_ids) == 7
-    n_in_vain = 24 * n_steps if n_steps < 3 else 0  # of the prompt, whose computation ended with the first
+    # The choice that computed the prompt was cancelled, so these prompt tokens were fed in vain.
+    n_in_vain = 24 * n_steps if n_steps < 3 else 0
     assert engine.stats.n_fed <= len(PROMPT) + n_in_vain + 6 * 6
 
 

@@ -1,5 +1,6 @@
-"""Single requests: what goes wrong ends one of them alone, what text they show, what their sequences hold, what
-prefixes save.
+"""The tests check single requests: what text they show, what their sequences hold, and what prefixes save.
+
+If something goes wrong, it ends only the request that it concerns.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.chat.engines import (
 )
 from tests.toy import VOCAB, Toy
 
-# What goes wrong
+# The tests below are about what goes wrong.
 
 
 def test_a_step_that_fails_changes_nothing_and_can_be_tried_again() -> None:
@@ -180,11 +181,11 @@ def test_engines_that_cannot_work_are_refused(options: dict[str, Any], words: st
         make_engine(Toy(), **options)
 
 
-# Text
+# The tests below are about text.
 
 
 def scripted_text(embedded: LanguageModel, tokenizer: Tokenizer, text: str) -> Engine:
-    """An engine whose model says this text and then ends."""
+    """Return an engine whose model says this text and then ends."""
     script = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
     memory = HybridMemory(embedded.memory_spec, "16MiB", poison=True)
     return Engine(Scripted(embedded, script, n_prompt=1), memory, tokenizer)
@@ -228,7 +229,7 @@ def test_what_was_held_back_is_shown_when_the_reply_is_cut(embedded: LanguageMod
     assert (generation.text, generation.finish_reason) == ("Okay, noted", "length")
 
 
-# Sequences that go on
+# The tests below are about sequences that go on.
 
 
 def test_what_kept_sequences_hold() -> None:
@@ -290,7 +291,7 @@ def test_cancelled_generations_leave_kept_sequences_open() -> None:
     assert waits.sequence is None and engine.is_idle
 
 
-# Prefixes
+# The tests below are about prefixes.
 
 
 def with_prefixes(
@@ -334,7 +335,7 @@ def test_what_a_prefix_could_not_save_is_counted_by_reason() -> None:
     engine.submit(prompt[:20] + [0] * 9, max_tokens=1)  # Checkpoints stand at 16 and 30.
     run_checked(engine)
     assert engine.stats.n_reused == 16 and engine.stats.recomputed == {"no state": 4}
-    # Where the other one parted, at 20, stands none: it would save less than a step costs.
+    # The two prompts part at 20. There is no checkpoint there, because it would save less than a step costs.
     engine.submit(prompt, max_tokens=1)
     run_checked(engine)
     assert engine.stats.recomputed == {"no state": 4 + 13, "last token": 1}

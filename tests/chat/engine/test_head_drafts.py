@@ -1,4 +1,4 @@
-"""Drafts of a model's own head in the engine: replies are the same with them, whatever the head remembers."""
+"""A model's own head drafts in the engine. Replies are the same with its drafts, whatever the head remembers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def replies(
 @pytest.mark.parametrize("seed", range(pick(2, 6)))
 @pytest.mark.parametrize("budget", ["4MiB", "64KiB"])
 def test_replies_are_the_same_with_drafts_of_a_head(model: Any, seed: int, budget: str) -> None:
-    """Choices fork, prompts begin alike, replies are preempted, and the head's own memory is short at times."""
+    """Choices fork, prompts have common beginnings, and replies are preempted.
+
+    Sometimes the head's own memory has too little room.
+    """
     caches = seed % 2 == 1
     drafter = make_drafter(model, "4MiB" if seed % 2 else "8KiB", caches=caches, step_tokens=20)
     without, plain = replies(model, None, seed, budget, caches=caches)
@@ -80,7 +83,7 @@ def follow(model: Any, drafter: ModelDrafter | None, budget: str = "4MiB", **opt
 
 
 def test_drafts_are_what_the_head_says_of_the_whole_text(model: Any) -> None:
-    """After rejected drafts, chunks of a prompt and pairs that were fed ahead, the head remembers what it should."""
+    """The head remembers the right rows after rejected drafts, chunks of a prompt, and pairs that were fed ahead."""
     drafter, seen = make_drafter(model), dict[int, list[int]]()
     engine, propose = follow(model, drafter, step_tokens=24, max_running=4), drafter.draft
 
@@ -109,7 +112,7 @@ def test_drafts_are_what_the_head_says_of_the_whole_text(model: Any) -> None:
 
 
 def test_a_head_whose_prefix_is_not_known_begins_behind_it(model: Any) -> None:
-    """The model's prompt comes from its prefix cache, and the head has none: it drafts all the same."""
+    """The model's prompt comes from its prefix cache, and the head has no such prefix. It drafts all the same."""
     drafter, memory = make_drafter(model), make_memory(model)
     speculation = Speculation(adapts=False, drafter=drafter)
     prefixes = PrefixCache(memory)

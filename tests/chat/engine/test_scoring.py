@@ -1,4 +1,4 @@
-"""Scores of prompts: what a sequence alone gives, however the prompt is cut, preempted, forked or found in a cache."""
+"""A prompt has the same scores as in a sequence alone, however it is split, preempted, forked or found in a cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N_TOKENS = 70
 
 
 def alone(model: LanguageModel, prompt: list[int]) -> torch.Tensor:
-    """The log probabilities behind each token of a prompt that is read at once."""
+    """Return the log probabilities after each token of a prompt that is read at once."""
     memory = make_memory(model)
     with memory.step({memory.open(): prompt}, outputs="all") as step:
         return model(step).double().log_softmax(-1)
@@ -39,7 +39,7 @@ def assert_scored(model: LanguageModel, prompt: list[int], scored: list[Scored],
 
 @pytest.mark.parametrize("step_tokens", [8, 200])
 def test_scores_are_those_of_a_sequence_alone(model: LanguageModel, step_tokens: int) -> None:
-    """Beside prompts that are not scored, and replies."""
+    """Prompts without scores, and replies, run beside it."""
     generator, engine = random.Random(1), make_engine(model, step_tokens=step_tokens, max_running=4)
     prompts = [draw_prompt(generator, n, model.memory_spec.vocab_size) for n in (N_TOKENS, 1, 2, 40)]
     plain = [engine.submit(prompt, max_tokens=5) for prompt in prompts]
@@ -85,7 +85,7 @@ def test_choices_of_a_scored_prompt_have_its_scores(model: LanguageModel) -> Non
 
 
 def test_prompts_that_give_way_are_scored_once(model: LanguageModel) -> None:
-    """In the middle of their prompts they are preempted, have nowhere to go, and are computed again."""
+    """They are preempted in the middle, there is nowhere to swap them to, and they are computed again."""
     generator = random.Random(4)
     prompts = [draw_prompt(generator, N_TOKENS, model.memory_spec.vocab_size) for _ in range(3)]
     memory = HybridMemory(model.memory_spec, "4MiB", rollback_window=8, page_tokens=4, host_budget=1, poison=True)

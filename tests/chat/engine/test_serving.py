@@ -1,4 +1,4 @@
-"""The engine beside an event loop: streams, consumers that go away, and models that break."""
+"""The engine runs beside an event loop, with streams, consumers that go away, and models that break."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine(embedded: LanguageModel, tokenizer: Tokenizer) -> Engine:
 
 
 def served(engine: Engine, use: Callable[[], Awaitable[None]]) -> None:
-    """Run `use` while the engine is served; nothing may hang."""
+    """Run `use` while the engine is served. Nothing may hang."""
 
     async def both() -> None:
         server = asyncio.create_task(engine.serve())

@@ -1,4 +1,7 @@
-"""Who is let in, and when: no more than there is room for, and who begins alike waits for who begins."""
+"""The engine admits no more requests than there is room for.
+
+A request that begins as another does waits until that beginning is computed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ def make_sharing(model: Any, budget: int | str = "4MiB", **options: Any) -> Engi
 
 
 def submit_alike(engine: Engine, n: int, **options: Any) -> list[Generation]:
-    """Together, with one new beginning and ends of their own."""
+    """Submit requests together. They share one new beginning, and each has an end of its own."""
     return [engine.submit([*SYSTEM, i, 1, 2, 3, *[i] * 20], **({"max_tokens": 3} | options)) for i in range(n)]
 
 
@@ -77,7 +80,10 @@ def test_who_waits_goes_on_when_its_leader_is_gone(end: str) -> None:
 
 
 def test_a_budget_too_small_for_its_users_lets_fewer_in() -> None:
-    """Sequences share pages and no states, so many that begin alike do not take less than a few that do not."""
+    """Sequences share pages but no states.
+
+    So many requests with a common beginning need more room than a few without one.
+    """
     model, rng = Toy(), random.Random(1)
     engine = make_sharing(model, 5 * make_memory(model).counters.bytes_at(260))
     n_left = dict.fromkeys(range(30), 3)

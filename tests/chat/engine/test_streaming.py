@@ -1,5 +1,4 @@
-"""Text from tokens: pieces make up the text, characters are whole, and stop strings are found wherever
-tokens cut them."""
+"""Pieces of a stream make up the text, characters are whole, and stop strings are found wherever tokens cut them."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ TEXTS = [
 
 
 def split(tokenizer: Tokenizer, text: str, *, by_bytes: bool = False) -> list[int]:
-    """Token ids of a text;
-    `by_bytes` cuts it into single bytes, so that no token holds a whole character beyond ASCII."""
+    """Return token ids of a text. With `by_bytes`, no token holds a whole character beyond ASCII."""
     if not by_bytes:
         return list(tokenizer.encode(text, add_special_tokens=False))
     single = {ids[0]: tokenizer.convert_ids_to_tokens(ids[0]) for ids in ([i] for i in range(len(tokenizer)))}
@@ -112,7 +110,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 @pytest.mark.parametrize("n_before", [1, 2, 3])
 def test_a_text_that_continues_another_keeps_its_first_space(n_before: int) -> None:
-    """SentencePiece's decoders leave out the space before the first word, because there it is the tokenizer's own."""
+    """SentencePiece's decoders drop the space before the first word, because the tokenizer itself adds it there."""
     backend = Tokenizers(models.WordLevel({"▁The": 0, "▁is": 1, "▁Paris": 2, ",": 3, "<s>": 4}, "<s>"))
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")

@@ -40,7 +40,10 @@ PROMPT = list(range(40, 70))
 
 @dataclass
 class Wish:
-    """A model that wants to say the first of these texts, and where it may not, what another one says there."""
+    """Is a model that wants to say the first of these texts.
+
+    Where the grammar forbids that, it says what another one of the texts says there.
+    """
 
     tokenizer: Any
     texts: list[list[int]]
@@ -59,7 +62,7 @@ class Wish:
 
 
 def encode(tokenizer: Any, text: str, *, plain: bool = False) -> list[int]:
-    if plain:  # One token for each byte, whatever the marks are.
+    if plain:  # Each character becomes a token of its own, and no mark becomes a single token.
         return [i for sign in text for i in tokenizer.encode(sign, add_special_tokens=False)]
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -84,7 +87,7 @@ class Said:
 
 
 def say(model: Any, family: str, *texts: str, plain: bool = False, **options: Any) -> Said:
-    """The reply of a model that wants to say these texts."""
+    """Return the reply of a model that wants to say these texts."""
     tokenizer, habits = family_model(family)
     memory = HybridMemory(model.memory_spec, "16MiB", rollback_window=8, page_tokens=4, poison=True)
     wish = Wish(tokenizer, [encode(tokenizer, text, plain=plain and i == 0) for i, text in enumerate(texts)])
@@ -108,7 +111,7 @@ def say(model: Any, family: str, *texts: str, plain: bool = False, **options: An
 
 
 def assert_remembers(model: Any, memory: HybridMemory, generation: Generation) -> None:
-    """The sequence holds the prompt and the reply, and goes on as one that saw nothing else."""
+    """Assert that the sequence holds the prompt and the reply, and continues like one that saw nothing else."""
     ids, other = [*PROMPT, *generation.token_ids[:-1]], HybridMemory(model.memory_spec, "16MiB", rollback_window=8)
     assert generation.sequence is not None and generation.sequence.tokens.tolist() == ids
     fresh = other.open()
@@ -138,7 +141,7 @@ HEARD = "<|channel|>analysis<|message|>Hm."
         ("llama", BARE % '"city": "Paris", "days": 2, "unit": "C"', BARE % GOOD, ""),
         ("hermes", "<think>So: " + CALL % BAD, "<think>So: " + CALL % GOOD, ""),
         ("qwen", "Well. " + QWEN % "paris", "Well. <tool_call>\n" + QWEN % '"Paris"', "Well. "),
-        # Thoughts of gpt-oss that do not end: the next message begins inside of them.
+        # The thoughts of gpt-oss do not end here: the next message begins inside of them.
         ("gpt-oss", HEARD + HARMONY % BAD, HEARD + HARMONY % GOOD, ""),
         ("gpt-oss", HEARD + HARMONY % '"city": "Paris"<|call|>', HEARD + HARMONY % GOOD, ""),
         ("gpt-oss", HEARD + HARMONY.replace("weather", "wind") % "", HEARD + HARMONY % GOOD, ""),
@@ -156,7 +159,7 @@ def test_a_call_that_breaks_its_schema_is_drawn_again(
 
 
 def test_a_mark_in_ordinary_text_begins_a_call_that_is_checked(embedded: Any) -> None:
-    """The vocabulary has the mark as one token, which the model does not use."""
+    """The vocabulary has a single token for the mark, but the model writes the mark in several tokens."""
     said = say(embedded, "hermes", "I say " + CALL % BAD, "I say " + CALL % GOOD, plain=True)
     assert said.reply == ("I say ", "", [("weather", {"city": "Paris", "days": 2})])
     assert said.generation.n_taken_back == 1
@@ -196,7 +199,7 @@ def test_text_comes_at_once_and_only_a_free_call_is_held_back(embedded: Any) -> 
 
 
 def test_drafts_may_reach_beyond_a_call_that_is_taken_back(embedded: Any) -> None:
-    """What the model will say is predicted, so that whole calls are verified in one step."""
+    """The test predicts what the model will say, so that whole calls are verified in one step."""
     bad, good = BARE % BAD, BARE % GOOD
     predicted = encode(family_model("llama")[0], bad + bad)
     said = say(embedded, "llama", bad + " ", good, prediction=predicted)
@@ -224,7 +227,7 @@ def test_a_reply_that_is_cut_inside_of_a_call_stays_cut(embedded: Any) -> None:
 
 
 def test_a_model_that_breaks_every_call_still_ends(embedded: Any) -> None:
-    """Within thoughts that do not end, the model adds a call that is wrong to each that was drawn again."""
+    """The model never ends its thoughts. After each call that was drawn again, it adds another wrong call."""
     good, bad = CALL % GOOD, CALL % BAD
     said = say(embedded, "hermes", *("<think>" + good * n + bad for n in range(12)), max_tokens=2000)
     assert said.generation.is_finished and said.generation.n_taken_back <= 8

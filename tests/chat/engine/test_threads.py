@@ -1,4 +1,4 @@
-"""How many threads a server's model gets."""
+"""The server decides how many threads its model gets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts that are trees: replies are the same, drawn ones too, and what is counted is what was verified."""
+"""Drafts may be trees. Replies are the same, drawn ones too, and counters count what was verified."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ Said = dict[int, list[int]]
 
 
 def draw_path(generator: random.Random, ahead: list[int], most: int) -> list[int]:
-    """Draw tokens, each of which mostly is what the reply will say. Without that knowledge they are arbitrary."""
+    """Draw a path of tokens.
+
+    If the reply is known, most tokens are those of the reply. Otherwise they are arbitrary.
+    """
     path = list[int]()
     for i in range(generator.randint(1, most)):
         is_right = i < len(ahead) and generator.random() < 0.7
@@ -46,7 +49,7 @@ def draw_path(generator: random.Random, ahead: list[int], most: int) -> list[int
 
 
 def drawn_trees(monkeypatch: pytest.MonkeyPatch, seed: int, said: Said) -> Counter[str]:
-    """Let all engines draft trees of drawn tokens, and count their paths. `said` has known replies."""
+    """Let all engines draft random trees, and count their paths. `said` has known replies."""
     generator, counts = random.Random(seed), Counter[str]()
     count = Drafting.count
 
@@ -89,7 +92,10 @@ def replies(seed: int) -> tuple[list[Generation], Engine]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_replies_and_sequences_are_the_same_with_trees(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy and drawn ones, with penalties and end tokens. The sequences hold the same tokens, and no others."""
+    """Replies are greedy or drawn, with penalties and end tokens.
+
+    The sequences hold the same tokens, and no others.
+    """
     without, plain = replies(seed)
     counts = drawn_trees(monkeypatch, seed, {g.id: g.token_ids for g in without})
     drafted, engine = replies(seed)
@@ -117,7 +123,8 @@ def test_drawn_tokens_have_the_same_distribution(temperature: float, monkeypatch
             drawn_trees(monkeypatch, 0, {})
     common = [key for key in counts[0] | counts[1] if counts[0][key] + counts[1][key] >= 10]
     pairs = [(counts[0][key], counts[1][key]) for key in common]
-    pairs.append((n - sum(a for a, _ in pairs), n - sum(b for _, b in pairs)))  # All rarer ones.
+    # The last pair counts all rarer outcomes together.
+    pairs.append((n - sum(a for a, _ in pairs), n - sum(b for _, b in pairs)))
     chi_square = sum((a - b) ** 2 / (a + b) for a, b in pairs if a + b)
     freedom = max(1, len(pairs) - 1)
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5 + 6

@@ -1,4 +1,4 @@
-"""The prefix cache keeps checkpoints where turns of users begin, so that sessions with other words continue there."""
+"""The prefix cache keeps checkpoints where turns of users begin. Sessions with other words continue from there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridmem.models import EMBEDDED
 
 
 def prompt_of(tokenizer: Any, words: str) -> list[int]:
-    """An agent's prompt: a long context before and behind the words of its user."""
+    """Return an agent's prompt: a long context before and after the words of its user."""
     context = [
         {"role": "user", "content": "The tools of this agent are many. " * 20},
         {"role": "assistant", "content": "Okay, noted."},

@@ -1,4 +1,4 @@
-"""Other engines' formulas against figures that these engines, their users or a model's makers publish."""
+"""Formulas of other engines agree with figures that these engines, their users or a model's makers publish."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def model_of(
 
 
 def qwen3_5(n_heads: int, n_states: int, n_kv_heads: int, n_attention: int) -> Model:
-    """Qwen3.5 and 3.6, from 4B on: 16 key heads and heads of 128 in the delta rule, heads of 256 in attention."""
+    """Return the config of Qwen3.5 or 3.6, from 4B on.
+
+    There are 16 key heads. Heads have 128 channels in the delta rule, and 256 in attention.
+    """
     delta = DeltaRuleShape(n_heads=n_heads, n_key_heads=16, value_dim=128, key_dim=128, d_conv=4).spec()
     return model_of(delta, n_states, AttentionSpec(4 * n_kv_heads, n_kv_heads, 256), n_attention, "Qwen3_5ForCausalLM")
 
@@ -61,7 +64,7 @@ def from_config(name: str) -> Model:
     return Model.of(dry_model(config, config.architectures[0]).memory_spec, config.architectures[0])
 
 
-# llama.cpp
+# The tests below are about llama.cpp.
 
 
 @pytest.mark.parametrize(
@@ -83,12 +86,12 @@ def test_llama_cpp_states(model: Model, n_sequences: int, published_mib: float) 
 
 
 def test_llama_cpp_states_of_mamba() -> None:
-    """ggml-org/llama.cpp#5328: 23.75 MiB a slot for "Mamba 3B"."""
+    """ggml-org/llama.cpp#5328 reports 23.75 MiB for each slot of "Mamba 3B"."""
     assert sum(from_config("mamba-2.8b").float32_bytes) / MIB == 23.75
 
 
 def test_llama_cpp_keys_and_values() -> None:
-    """Log in ggml-org/llama.cpp#22546: 8192.00 MiB for 262,144 cells of 8 layers of Qwen3.5-9B in F16."""
+    """A log in ggml-org/llama.cpp#22546 says 8192.00 MiB for 262,144 cells of 8 layers of Qwen3.5-9B in F16."""
     assert llama_cpp_kv_bytes(QWEN_9B, 262144) == 8192 * MIB
     assert llama_cpp_kv_bytes(QWEN_9B, 262143) == 8192 * MIB and llama_cpp_kv_bytes(QWEN_9B, 1) == 8 * MIB
     window = model_of(None, 0, AttentionSpec(8, 4, 256, window=1024), 3)
@@ -96,7 +99,10 @@ def test_llama_cpp_keys_and_values() -> None:
 
 
 def test_llama_cpp_takes_back_with_a_state_a_token_where_it_can() -> None:
-    """149.6 MiB for one, and as many more for each token to take back, say its threads."""
+    """Threads of its users report 149.6 MiB for one state.
+
+    Each token to take back costs as many more.
+    """
     plan = llama_cpp(QWEN_27B, 80 * GIB, 32768, 7)
     assert plan.window_bytes is not None
     assert (plan.window_bytes - plan.session_bytes) / MIB == pytest.approx(7 * 149.6, rel=0.02)
@@ -104,7 +110,7 @@ def test_llama_cpp_takes_back_with_a_state_a_token_where_it_can() -> None:
     assert jamba.window_bytes is None and any("no tokens back" in note for note in jamba.notes)
 
 
-# vLLM
+# The tests below are about vLLM.
 
 
 @pytest.mark.parametrize(
@@ -126,8 +132,9 @@ def test_llama_cpp_takes_back_with_a_state_a_token_where_it_can() -> None:
 def test_vllm_blocks(
     model: Model, itemsizes: tuple[int, int], published_tokens: int, padding_percent: float | None
 ) -> None:
-    """Which dtypes they had follows from the models' configs and the time: states in float32 where a config asks for
-    that.
+    """The dtypes follow from the models' configs and the date of the reports.
+
+    States are float32 if a config asks for that.
     """
     kv_itemsize, state_itemsize = itemsizes
     (columns, column_bytes), fixed_bytes = model.row_bytes[0], model.fixed_bytes[0]
@@ -141,15 +148,18 @@ def test_vllm_blocks(
 
 
 def test_vllm_groups() -> None:
-    """docs/design/hybrid_kv_cache_manager.md: groups as large as the smallest kind; 12 and 13 layers
-    are padded to 13."""
+    """docs/design/hybrid_kv_cache_manager.md says that groups are as large as the smallest kind.
+
+    So 12 and 13 layers are padded to 13.
+    """
     assert vllm_group_layers(10, 20) == 10 and vllm_group_layers(13, 12) == 13 and vllm_group_layers(0, 7) == 7
     assert vllm_group_layers(10, 30) == 10  # Qwen3.5-35B has four groups of ten, as vLLM's users count them.
 
 
 def test_vllm_sessions() -> None:
-    """Qwen3.5-35B in fp8 has 304 blocks in 6.08 GiB, says a user's log; here with K and V in bfloat16, so a block is as
-    large.
+    """A user's log says that Qwen3.5-35B in fp8 has 304 blocks in 6.08 GiB.
+
+    Here K and V are bfloat16, so a block has the same size.
     """
     plan = vllm(QWEN_35B, 10 * 1056 * 2048 * 304, 2 * 1056, 4)
     block_bytes = 10 * 1056 * 2048
@@ -158,11 +168,14 @@ def test_vllm_sessions() -> None:
     assert plan.window_bytes == (2 + 3 * 5) * block_bytes and plan.n_window_sessions == 304 // 17
 
 
-# SGLang
+# The tests below are about SGLang.
 
 
 def test_sglang_slots() -> None:
-    """sgl-project/sglang#19002: 250 slots serve 83 requests; noonghunna/club-3090#1319: 8 requests take 24 slots."""
+    """In sgl-project/sglang#19002, 250 slots serve 83 requests.
+
+    In noonghunna/club-3090#1319, 8 requests take 24 slots.
+    """
     assert (250 // SGLANG_SLOTS, 8 * SGLANG_SLOTS) == (83, 24)
     slot_bytes = sum(QWEN_35B.state_bytes)
     plan = sglang(QWEN_35B, 250 * slot_bytes * 19 // 9, 1, 0)
@@ -170,9 +183,9 @@ def test_sglang_slots() -> None:
 
 
 def test_sglang_drafts() -> None:
-    """sgl-project/sglang#23643: 64 slots for 5 drafts in 36 layers are about 12 GB.
+    """sgl-project/sglang#23643 says that 64 slots for 5 drafts in 36 layers take about 12 GB.
 
-    The model is not named. 36 such layers are those of Qwen3-Next-80B, and 12 GB means 1 MiB a state: its own on each
+    The model is not named. Qwen3-Next-80B has 36 such layers, and 12 GB means 1 MiB for each state, half of it on each
     of two GPUs.
     """
     half = DeltaRuleShape(n_heads=16, n_key_heads=8, value_dim=128, key_dim=128, d_conv=4).spec()
@@ -186,8 +199,8 @@ def test_sglang_divides_memory_once() -> None:
     plan = sglang(model, budget, 32768, 0)
     for_kv = budget * 10 // 19
     assert plan.n_sessions == min(for_kv // (32768 * 24576), (budget - for_kv) // (3 * sum(model.state_bytes)))
-    # One buffer for both, from both ends (sgl-project/sglang#29678): what a session takes divides the budget, and
-    # nothing is left over.
+    # Keys and states take one buffer from both ends (sgl-project/sglang#29678). So the number of sessions is the budget
+    # divided by what a session takes.
     assert (
         f"--enable-unified-memory both share one buffer, as here: up to {budget // plan.session_bytes:,} sessions"
         in plan.notes[0]
@@ -197,7 +210,7 @@ def test_sglang_divides_memory_once() -> None:
     assert drafting.n_window_sessions is not None and drafting.n_window_sessions < plan.n_sessions
 
 
-# Models
+# The tests below compare the plans of models.
 
 
 @pytest.mark.parametrize(
@@ -210,7 +223,7 @@ def test_sglang_divides_memory_once() -> None:
     ],
 )  # fmt: skip
 def test_configs_are_those_of_the_models(name: str, published: float) -> None:
-    """Parameters, from the shapes that a config asks for, are as many as the makers say."""
+    """The shapes that a config asks for have as many parameters as the makers say."""
     from hybridmem.models import weight_bytes
 
     config, _ = read_config(CONFIGS / f"{name}.json")
@@ -219,7 +232,7 @@ def test_configs_are_those_of_the_models(name: str, published: float) -> None:
 
 
 def test_jamba_keeps_4_gb_for_256k_tokens() -> None:
-    """arXiv 2403.19887, table 1: 4 GB of keys and values at 256K tokens in 16 bits."""
+    """arXiv 2403.19887, table 1, says that 256K tokens take 4 GB of keys and values in 16 bits."""
     assert from_config("jamba-1.5-mini").token_bytes * 262144 == 4 * GIB
 
 

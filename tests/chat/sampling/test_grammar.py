@@ -1,4 +1,4 @@
-"""What grammars allow, and what is refused by name."""
+"""The tests say what grammars allow, and which are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars that keep busy, or end, the process in which they are tried."""
+"""Some grammars keep the process busy in which they are tried, or end it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling: what is drawn and how often, that a seed says it all, and what is refused."""
+"""Tokens are drawn as often as their probabilities say, a seed decides all draws, and wrong options are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])
 
 
 def softmax_of(kept: list[int], temperature: float = 1.0) -> Tensor:
-    """(8,) of `LOGITS` with only these tokens left."""
+    """Return the softmax (8,) of `LOGITS` with only these tokens left."""
     expected = torch.zeros(8)
     expected[kept] = torch.softmax(LOGITS[kept] / temperature, 0)
     return expected
@@ -56,7 +56,7 @@ def test_draws_are_as_frequent_as_probabilities_say(sampling: Sampling, expected
     assert counts[~possible].sum() == 0
     means = expected[possible].double() * n_draws
     chi_square = float(((counts[possible] - means) ** 2 / means).sum())
-    # 7 degrees of freedom: beyond 30 once in 10,000 seeds
+    # With 7 degrees of freedom, chi square exceeds 30 for one seed in 10,000.
     assert chi_square < 30, f"{counts.tolist()} instead of {means.tolist()}"
 
 
@@ -109,13 +109,17 @@ def test_repetition_penalty_counts_the_prompt_and_what_was_chosen_once_each() ->
 
 def test_a_penalty_changes_greedy_choices_too() -> None:
     sampler = Sampler(Sampling(repetition_penalty=1.5))
-    # 2.0; then 1.5 beats 2.0 / 1.5; then 1.5 is 1.0 and they are in order
+    # Token 0 has 2.0 at first. Then the 1.5 of token 3 is more than 2.0 / 1.5. Then 1.5 becomes 1.0, and token 0 is
+    # first again.
     assert [sampler.choose(LOGITS) for _ in range(3)] == [0, 3, 0]
     assert not Sampling(repetition_penalty=1.5).is_plain and Sampling().is_plain
 
 
 def test_scores_are_those_of_transformers_processors() -> None:
-    """One row after the other, with all of them at once; ours change many rows together."""
+    """Transformers changes one row after the other.
+
+    This library changes many rows together, with all processors at once.
+    """
     generator = torch.Generator().manual_seed(0)
     logits_SV = torch.randn(6, 50, generator=generator) * 3
     options = [(0.7, 5, 0.9, 1.3, 0.0), (1.5, None, 0.5, 1.0, 0.1), (0.2, 50, None, 0.8, 0.0), (1.0, 3, 1.0, 2.0, 0.3)]

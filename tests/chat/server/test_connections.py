@@ -1,6 +1,4 @@
-"""What reaches the server before there is a request: half-sent and malformed ones, too many connections, and pages of
-strangers.
-"""
+"""The server refuses half-sent and malformed requests, too many connections, and pages of other sites."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def connect(server: Running, sent: bytes = b"", source: str = "127.0.0.1") -> so
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """What comes until the server closes the connection."""
+    """Return what comes until the server closes the connection."""
     received = b""
     try:
         while piece := connection.recv(1 << 16):
@@ -58,7 +56,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def send(server: Running, sent: bytes) -> Answer:
-    """The one answer to these bytes, behind which the connection is closed."""
+    """Return the one answer to these bytes. The connection is then closed."""
     with connect(server, sent) as connection:
         received = read_all(connection)
     assert received.count(b"HTTP/1.1 ") == 1, received
@@ -73,7 +71,7 @@ def post(*fields: str, body: bytes = BODY, path: str = "/v1/completions", versio
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
-# Where a request ends
+# The tests below are about where a request ends.
 
 CHUNKED = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
 LENGTH = f"Content-Length: {len(BODY)}"
@@ -136,7 +134,7 @@ def test_other_versions_are_refused(shared: Running, version: str, status: int) 
 
 @pytest.mark.parametrize("fields", [[LENGTH], ["Transfer-Encoding: Chunked"]])
 def test_what_follows_a_request_unasked_is_not_answered(shared: Running, fields: list[str]) -> None:
-    """In one packet with it, and while its answer is on its way."""
+    """Such bytes come in one packet with the request, or while its answer is on its way."""
     body = BODY if fields == [LENGTH] else CHUNKED
     answer = send(shared, post(*fields, body=body) + HEALTH)
     assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 1
@@ -174,7 +172,10 @@ def test_requests_one_after_another_share_a_connection(shared: Running) -> None:
 def test_of_many_that_come_together_each_is_answered_and_the_lost_are_forgotten(
     embedded: LanguageModel, tokenizer: Tokenizer
 ) -> None:
-    """Requests begin one after the other; their bodies come with the head, behind it, or never."""
+    """Requests begin one after the other.
+
+    Their bodies come with the head, after it, or never.
+    """
     request = post(LENGTH, "Connection: close")
     with running(embedded, tokenizer, ServerOptions(max_requests=64)) as server, ExitStack() as stack:
         together = [stack.enter_context(connect(server, request[:-1])) for _ in range(30)]
@@ -196,7 +197,7 @@ def test_a_head_may_come_in_pieces(shared: Running) -> None:
 
 
 def test_a_body_in_very_many_chunks_is_refused(shared: Running) -> None:
-    """Each would cost the event loop as much as a request."""
+    """Each chunk would cost the event loop as much as a request."""
     n_chunks = len(BODY)
     body = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
     assert (
@@ -206,7 +207,7 @@ def test_a_body_in_very_many_chunks_is_refused(shared: Running) -> None:
     assert send(shared, post("Transfer-Encoding: chunked", body=b"1\r\n \r\n" * (MOST_CHUNKS + 1))).status == 400
 
 
-# What is given back, and written down
+# The tests below are about what is given back and logged.
 
 
 def test_nothing_is_given_back_whole(shared: Running) -> None:
@@ -262,11 +263,14 @@ def test_a_message_is_written_seldom_and_with_its_number(
     assert len(caplog.records) == 6
 
 
-# Who sends slowly, or not at all
+# The tests below are about clients that send slowly, or not at all.
 
 
 def test_a_head_has_its_time(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """The first one of a connection, and later ones; not even bytes that come all the time make it longer."""
+    """The limit holds for the first head of a connection and for later ones.
+
+    Bytes that come all the time do not extend it.
+    """
     with running(embedded, tokenizer, ServerOptions(head_seconds=0.1)) as server:
         for begun in (b"", b"G", HEALTH[:-2]):
             assert send(server, begun).status == 408
@@ -293,7 +297,7 @@ def test_a_body_must_keep_coming(
 
 @pytest.mark.parametrize(("pause", "is_late"), [(0.06, False), (0.08, True)])
 def test_a_body_that_keeps_coming_has_longer(pause: float, is_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time is simulated: beside its first 0.1 s, a body has 0.1 s for each hundred bytes."""
+    """Time is simulated. A body has 0.1 s at first, and another 0.1 s for each hundred bytes."""
     monkeypatch.setattr(incoming, "_PATIENCE_SECONDS", 0.1)
     pieces = [b" " * 50] * 3
 
@@ -336,7 +340,7 @@ def test_a_body_without_the_key_is_not_waited_for(
         )
 
 
-# How many connections
+# The tests below count connections.
 
 
 def test_half_open_connections_give_way(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
@@ -383,7 +387,7 @@ def test_half_sent_requests_do_not_hold_up_the_end(embedded: LanguageModel, toke
             connection.close()
 
 
-# Whose page asks
+# The tests below are about pages of other sites.
 
 
 @pytest.mark.parametrize(
@@ -406,7 +410,10 @@ def test_a_name_that_somebody_pointed_here_is_refused(host: str, method: str) ->
 
 
 def test_rebinding_and_drive_by_requests_are_refused(shared: Running) -> None:
-    """As browsers send them: through a name of the page's own, and as what needs no leave."""
+    """Requests are as browsers send them.
+
+    Some name a host of the page's own, and others are of a kind that needs no permission.
+    """
     head = "Host: 127.0.0.1\r\nConnection: close\r\n"
     rebound = f"Host: evil.example:{shared.port}\r\nConnection: close\r\n"
     sent = f"Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY

@@ -1,4 +1,4 @@
-"""What a step brings reaches the event loop in one call, in its order, and nothing stays behind."""
+"""What a step brings reaches the event loop in one call and in order, and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridmem.chat.server.courier import Courier
 
 
 class Loop:
-    """An event loop that runs what it is called for when the test says so."""
+    """Is an event loop that runs its calls when the test says so."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""What clients send to OpenAI that is harmless here: it is accepted, and the reply says what was left out."""
+"""Some fields of OpenAI's API are harmless here. The server accepts them, and its reply says what it left out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAT = {"type": "function", "name": "look", "parameters": {"type": "object", "pr
 
 
 def left_out(answer: Answer) -> list[str]:
-    """The names of what a reply says that it left out."""
+    """Return the names of what a reply says that it left out."""
     assert answer.status == 200, answer.body
     return [text.partition(":")[0] for text in answer.json["usage"]["hybrid_memory"].get("left_out", [])]
 
@@ -144,11 +144,11 @@ def test_tools_of_a_namespace_are_called_and_read_by_their_own_names(plain_serve
     assert [tool.name for tool in asked.callable_tools()] == ["look"]
 
 
-# Orders of roles
+# The tests below are about orders of roles.
 
 
 class Strict:
-    """A tokenizer whose template refuses what many templates refuse; the text is its own tokens."""
+    """Is a tokenizer whose template refuses what many templates refuse. Its tokens spell the text."""
 
     chat_template = "a template"
     added_tokens_decoder: ClassVar[dict[int, Any]] = {}
@@ -192,7 +192,7 @@ def test_every_message_reaches_a_model_whose_template_knows_few_orders() -> None
 
 
 class Thinking(Strict):
-    """Its template opens thoughts before each reply."""
+    """Is a tokenizer whose template opens thoughts before each reply."""
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
         return super().apply_chat_template(messages, **options) + "[assistant]<think>\n"
@@ -208,7 +208,7 @@ def test_a_reply_that_goes_on_has_done_its_thinking() -> None:
 
 
 class Refusing(Strict):
-    """Its template refuses everything."""
+    """Is a tokenizer whose template refuses everything."""
 
     def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
         super().apply_chat_template(messages, **options)

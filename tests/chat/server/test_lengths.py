@@ -1,4 +1,4 @@
-"""The context that a server promises is what its memory holds, whatever the memory was made with."""
+"""The memory can hold the context that a server promises, whatever the memory was made with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The API of llama.cpp's server: the same replies as of /v1/completions, in its form, whole and as a stream."""
+"""The API of llama.cpp's server gives the replies of /v1/completions in its own form, whole and as a stream."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Nobody:
 
 
 def renamed(texts: Tokenizer, token: int, name: str) -> Tokenizer:
-    """A tokenizer in whose vocabulary a token is a special one of another name."""
+    """Return a tokenizer in whose vocabulary a token is a special one of another name."""
     told = json.loads(texts.backend_tokenizer.to_str())
     vocabulary = told["model"]["vocab"]
     old = next(word for word, i in vocabulary.items() if i == token)
@@ -154,7 +154,7 @@ def test_slots_are_saved_erased_and_restored(embedded: LanguageModel, tokenizer:
         assert change(server, "restore", user="another").status == 400, "files of others are not found"
         assert change(server, "erase").json == {"id_slot": 3, "n_erased": saved["n_saved"]}
         assert complete(server, prompt=long, n_predict=4).json["timings"]["cache_n"] == 0
-    with running(embedded, tokenizer, options) as server:  # After a restart.
+    with running(embedded, tokenizer, options) as server:  # This is a new server, as after a restart.
         restored = change(server, "restore").json
         assert (restored["n_restored"], restored["n_read"]) == (saved["n_saved"], saved["n_written"])
         again = complete(server, prompt=long, n_predict=4).json

@@ -1,4 +1,4 @@
-"""Log probabilities of prompts through HTTP, as lm-eval and vLLM's clients ask for them, beside transformers' own."""
+"""lm-eval and vLLM's clients ask for log probabilities of prompts over HTTP, and get those of transformers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def logprobs_of() -> Any:
 def test_a_prompt_is_scored_as_transformers_scores_it(
     plain_server: Running, tokenizer: Tokenizer, logprobs_of: Any
 ) -> None:
-    """As lm-eval asks: token ids, echoed, with one alternative and one new token."""
+    """lm-eval asks with token ids, echoed, with one alternative and one new token."""
     prompts = [tokenizer.encode(text) for text in TEXTS]
     assert int(logprobs_of(prompts[0])[-1].argmax()) == tokenizer.eos_token_id
     for _ in range(2):  # The second time, all prompts are in the cache.
@@ -49,7 +49,8 @@ def test_a_prompt_is_scored_as_transformers_scores_it(
         for choice, prompt in zip(found["choices"], prompts, strict=True):
             rows_SV, told = logprobs_of(prompt), choice["logprobs"]
             assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
-            # lm-eval takes the last token for a new one. Here it is, also where the token ends the reply.
+            # lm-eval assumes that the last token is a new one. The server adds one, even if it is the token that ends
+            # the reply.
             assert len(told["token_logprobs"]) == len(told["text_offset"]) == len(prompt) + 1
             expected = [float(rows_SV[i - 1, token]) for i, token in enumerate(prompt) if i]
             assert told["token_logprobs"][1 : len(prompt)] == pytest.approx(expected, abs=1e-4)
@@ -94,7 +95,10 @@ def test_prompts_are_scored_in_vllms_form(plain_server: Running, tokenizer: Toke
 
 
 class Words:
-    """A tokenizer with these words, as bytes where they are in brackets, as SentencePiece writes them."""
+    """Is a tokenizer with these words.
+
+    Words in brackets are bytes, as SentencePiece writes them.
+    """
 
     def __init__(self, *names: str) -> None:
         self.names = names

@@ -1,4 +1,4 @@
-"""What a page is told of a running memory, only while somebody listens; and the page's files."""
+"""The server tells a page about the running memory only while somebody listens. It also serves the page's files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_nothing_is_counted_while_nobody_listens(server: Running) -> None:
 
 
 def test_an_arena_of_many_ranges_is_drawn_in_cells(embedded: LanguageModel) -> None:
-    """The cells have the bytes of all ranges, and an owner only where one sequence has all of a cell."""
+    """The cells have the bytes of all ranges.
+
+    A cell has an owner only if one sequence has all of it.
+    """
     memory = HybridMemory(embedded.memory_spec, "4GiB", device="meta")
     sequences = [memory.open() for _ in range(3 * MOST_RANGES)]
     memory.run(None, {sequence: [1] * 20 for sequence in sequences}, max_tokens=10**6)

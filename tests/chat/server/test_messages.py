@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: each of its blocks means the same as in a chat, and its clients read replies and errors."""
+"""In Anthropic's Messages API, each block means the same as in a chat, and its clients can read replies and errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def post(server: Running, body: dict[str, Any], path: str = "/v1/messages", **op
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
-    """The events of a stream. The name of each is its type as well."""
+    """Return the events of a stream. The name of each is its type as well."""
     events = list[dict[str, Any]]()
     for block in text.split("\n\n")[:-1]:
         name, data = block.split("\n")
@@ -53,7 +53,7 @@ def events_of(text: str) -> list[dict[str, Any]]:
 
 
 def built(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client builds of a stream."""
+    """Return the message that a client builds from a stream."""
     message = dict(events[0]["message"])
     for event in events[1:]:
         kind, content = event["type"], message["content"]
@@ -79,7 +79,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name not in ("id", "usage")} | {"content": content}
 
 
-# What is read
+# The tests below are about what is read.
 
 BRIEF, REPLY = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Okay."}
 
@@ -194,13 +194,13 @@ def test_what_is_no_request_is_refused_by_name(change: dict[str, Any], word: str
     assert raised.value.status == 400
 
 
-# What is written
+# The tests below are about what is written.
 
 
 def write(
     text: str, n_pieces: int, *, reason: str = "stop", is_built: bool = True, **options: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One reply, whole and built of its stream."""
+    """Return one reply, whole and built from its stream."""
     habits = Habits(HERMES, thinks=True, shows_special=False, template="", special=frozenset())
     form = MessageFormat(MODEL, 12, lambda: ReplyReader(habits, (), HERMES))
     generation = Generation(0, 12, 0.0, text=text, finish_reason=reason, **options)  # type: ignore[arg-type]
@@ -250,7 +250,7 @@ def test_a_call_that_was_cut_keeps_its_text() -> None:
     assert whole["stop_reason"] == "max_tokens"
 
 
-# Through HTTP
+# The tests below use HTTP.
 
 
 def test_a_message_whole_and_streamed(plain_server: Running) -> None:
@@ -281,7 +281,7 @@ def test_the_rest_of_a_message_is_written(plain_server: Running) -> None:
 
 
 def test_the_rest_of_a_message_keeps_the_space_before_it(plain_server: Running) -> None:
-    """Tokenizers of SentencePiece would leave it out at the beginning of a text."""
+    """Tokenizers of SentencePiece would drop it at the beginning of a text."""
     begun = json.dumps({"model": MODEL, "messages": [*CAT, {"role": "assistant", "content": "Okay,"}]}).encode()
     service, outputs = plain_server.service, []
 
@@ -309,7 +309,7 @@ def test_a_loop_with_a_tool(plain_server: Running) -> None:
 
 
 def error_of(answer: Answer) -> tuple[str, str]:
-    """What Anthropic's clients read of an error."""
+    """Return what Anthropic's clients read of an error."""
     assert answer.json.keys() == {"type", "error"} and answer.json["type"] == "error"
     assert answer.json["error"].keys() == {"type", "message"} and "Traceback" not in answer.json["error"]["message"]
     return answer.json["error"]["type"], answer.json["error"]["message"]

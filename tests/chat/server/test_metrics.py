@@ -1,4 +1,4 @@
-"""What Prometheus reads: our names, those of vLLM's dashboards, and ours for Grafana; no step is waited for."""
+"""Prometheus reads our metrics, those of vLLM's dashboards, and ours for Grafana. It waits for no step."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_metrics_wait_for_no_step(embedded: LanguageModel, tokenizer: Tokenizer)
 
 
 def test_the_text_is_what_the_library_writes(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Also with labels that must be escaped, and with numbers that change between two readings."""
+    """This also holds for labels that must be escaped, and for numbers that change between two readings."""
     metrics = Metrics(Engine(embedded, HybridMemory(embedded.memory_spec, "16MiB"), tokenizer), 'a "quoted" name\\')
     for n in (0, 1, 12_345_678):
         metrics.requests.labels("/v1/chat\n", "200").inc(n)

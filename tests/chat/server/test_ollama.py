@@ -1,4 +1,4 @@
-"""Ollama's API: the same replies as in chats, in its form, whole and line by line."""
+"""Ollama's API gives the replies of chats in its own form, whole and line by line."""
 
 from __future__ import annotations
 

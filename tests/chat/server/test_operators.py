@@ -1,4 +1,4 @@
-"""What operators see around replies: keys with limits, request ids, the access log, TLS; tokens and embeddings."""
+"""The tests show what operators use: keys with limits, request ids, the access log, TLS, tokens and embeddings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def server(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
         yield server
 
 
-# Keys
+# The tests below are about keys.
 
 
 def test_each_client_has_a_key_of_its_own(server: Running) -> None:
@@ -101,7 +101,7 @@ def test_two_clients_cannot_have_one_key() -> None:
     assert "secret" not in repr(ADA)
 
 
-# Request ids and the access log
+# The tests below are about request ids and the access log.
 
 
 def test_a_request_keeps_its_id_and_is_logged_once(server: Running, caplog: pytest.LogCaptureFixture) -> None:
@@ -125,7 +125,7 @@ def test_an_id_that_could_not_be_written_is_replaced() -> None:
         assert read_request_id({b"x-request-id": given}).startswith("req_")
 
 
-# TLS
+# The tests below are about TLS.
 
 
 def test_tls(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
@@ -155,7 +155,7 @@ def test_files_that_make_no_certificate(files: tuple[str | None, str | None]) ->
         ServerOptions(ssl_certfile=certificate, ssl_keyfile=key)
 
 
-# Tokens, embeddings, models
+# The tests below are about tokens, embeddings and models.
 
 
 def test_texts_and_tokens(server: Running, tokenizer: Tokenizer) -> None:

@@ -1,4 +1,4 @@
-"""Pictures in the requests of every dialect: what comes, what is shared, and what is refused."""
+"""Requests of every dialect may have pictures. The tests check what is read, shared and refused."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def host() -> Iterator[str]:
-    """A host with a picture at /cat.png, which sends all who ask for /away there."""
+    """Return a host that has a picture at /cat.png, and redirects /away to it."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -182,7 +182,7 @@ def test_pictures_come_from_named_hosts_alone(server: Running, host: str) -> Non
 
 
 def _bomb() -> bytes:
-    """A PNG whose header says 60,000 × 60,000 pixels, in a few hundred bytes."""
+    """Return a PNG of a few hundred bytes whose header says 60,000 × 60,000 pixels."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

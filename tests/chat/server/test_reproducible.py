@@ -1,4 +1,4 @@
-"""A reproducible server: a request has one answer, alone, in a load, behind a kept prefix and after a restart."""
+"""On a reproducible server, a request has one answer: alone, under load, after a kept prefix and after a restart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 def ask(server: Running, request: dict[str, Any]) -> tuple[Any, int]:
-    """Return the reply with the log probabilities of its tokens and of others, exactly, and how many were cached."""
+    """Return the reply, the exact log probabilities of its tokens and of others, and how many tokens were cached."""
     answer = server.call("POST", "/v1/chat/completions", {"model": MODEL} | request)
     assert answer.status == 200, answer.body
     choice, usage = answer.json["choices"][0], answer.json["usage"]
@@ -51,7 +51,7 @@ def test_a_server_gives_a_request_one_answer(tokenizer: Tokenizer, tmp_path: Pat
             server.prefixes.save(folder)
     assert len({str(reply) for reply in alone}) == len(asked)
     assert [reply for reply, _ in again] == alone and sum(n_cached for _, n_cached in again) > 0
-    for saved in (None, folder):  # A new server, without and with the prefixes of the one before.
+    for saved in (None, folder):  # Each new server starts without the prefixes of the one before, or with them.
         gated = Gated(model)
         with running(gated, tokenizer, saved=saved) as server, ThreadPoolExecutor(N_AT_ONCE) as pool:
             gated.is_open = False

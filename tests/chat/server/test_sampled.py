@@ -1,4 +1,4 @@
-"""What a request says of the choice of tokens and of the end of a reply, through HTTP."""
+"""HTTP requests say how tokens are chosen and when a reply ends."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_bias_penalties_and_ends_have_their_effect(plain_server: Running, tokeni
 
 
 def test_a_deadline_cuts_a_reply(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """The clock says that a step takes 0.01 s."""
+    """By the test's clock, a step takes 0.01 s."""
     model = Gated(embedded)
     with running(model, tokenizer, clock=lambda: model.n_begun / 100) as server:
         found = server.chat(ignore_eos=True, max_tokens=3000, deadline_seconds=0.3).json

@@ -1,6 +1,4 @@
-"""The server as OpenAI's own client sees it: what it answers, what it refuses and how, and that it keeps nothing
-behind.
-"""
+"""OpenAI's own client sees the server: what it answers, what it refuses and how, and that it keeps nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def shared(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
 
 @pytest.fixture
 def server(shared: Running) -> Iterator[Running]:
-    """Whatever a test does, nothing of it is left, and nothing was our fault."""
+    """Return a server. After a test, nothing is left on it, and no fault was the server's."""
     shared.forget()
     yield shared
     shared.settle()
@@ -60,7 +58,7 @@ def post(server: Running, body: Any, path: str = "/v1/chat/completions") -> Any:
     return server.call("POST", path, body)
 
 
-# OpenAI's client
+# The tests below use OpenAI's client.
 
 
 def test_a_chat(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
@@ -83,7 +81,7 @@ def test_a_chat(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
 
 
 def test_a_reply_can_be_given_back_as_a_message(client: openai.OpenAI) -> None:
-    """As the client has it, with all the fields that stand for nothing."""
+    """The message is as the client has it, with all the fields that mean nothing."""
     first = client.chat.completions.create(model=MODEL, messages=CAT, temperature=0).choices[0].message  # type: ignore[arg-type]
     asked = [
         *CAT,
@@ -97,7 +95,10 @@ def test_a_reply_can_be_given_back_as_a_message(client: openai.OpenAI) -> None:
 
 
 def first_turn_tokens(n_prompt: int, client: openai.OpenAI) -> int:
-    """All of the second prompt but its own turn, and the end of the first reply, which was chosen and not fed."""
+    """Return how many tokens of the second prompt come before its own turn.
+
+    The token that ended the first reply is left out, because it was chosen but not fed.
+    """
     alone = [{"role": "user", "content": "What is my cat called?"}]
     usage = client.chat.completions.create(model=MODEL, messages=alone, max_tokens=1).usage  # type: ignore[arg-type]
     assert usage is not None
@@ -161,7 +162,10 @@ SECRET = "My cat is called Zoe. My dog is called Rex."
 
 
 def test_guesses_of_what_others_have_asked_look_all_the_same(server: Running) -> None:
-    """A right guess finds as little as a wrong one; who asks again with the same salt finds it."""
+    """A right guess finds as little as a wrong one.
+
+    A client that asks again with the same salt finds its prefix.
+    """
     mine = {"cache_salt": "mine"}
     assert cached(server, SECRET, **mine) == 0
     for other in ({}, {"cache_salt": "other"}, {"prompt_cache_key": "mine"}, {"key": "mine", "user": "mine"}):
@@ -182,7 +186,7 @@ def test_hints_are_no_walls_unless_they_are_made_walls(
 
 
 def test_each_key_has_its_own_prefixes(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """In whichever header it comes."""
+    """The key may come in any of the headers."""
     keys = (Key("a", "a"), Key("b", "b"))
     with running(embedded, tokenizer, ServerOptions(keys=keys)) as server:
         assert [cached(server, SECRET, key) for key in "ab"] == [0, 0]
@@ -277,7 +281,7 @@ def test_the_clients_errors_are_those_it_knows(client: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
 
 
-# What is refused, and in which words
+# The tests below are about what is refused, and in which words.
 
 
 @pytest.mark.parametrize(
@@ -446,8 +450,9 @@ def test_paths_and_methods(server: Running) -> None:
 def test_a_body_that_is_too_large(
     server: Running, n_bytes: int, is_declared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where nobody says how large it will be.
-    Who is told after a little more than that may find the connection closed.
+    """The server also refuses a body whose length nobody says.
+
+    A client that goes on sending after the refusal may find the connection closed.
     """
     monkeypatch.setattr(guard, "_DRAIN_SECONDS", PATIENCE_SECONDS)  # This client and the server share a processor.
     body = b'{"model": "' + b"a" * (n_bytes - 13) + b'"}'
@@ -459,7 +464,7 @@ def test_a_body_that_is_too_large(
     assert (answer.status, answer.error["code"]) == (413, "request_too_large")
 
 
-# Who comes and goes
+# The tests below are about clients that come and go.
 
 
 def test_keys(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
@@ -500,7 +505,7 @@ def gated(embedded: LanguageModel) -> Iterator[Gated]:
 
 
 def send(server: Running, body: dict[str, Any]) -> http.client.HTTPConnection:
-    """A request whose answer nobody has read yet."""
+    """Send a request, and leave its answer unread."""
     connection = server.connect()
     connection.request(
         "POST", "/v1/chat/completions", json.dumps(BASE | {"temperature": 0} | body), JSON | server.headers
@@ -526,7 +531,7 @@ def test_too_many_requests(gated: Gated, tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("n_steps", [0, 3])
 def test_who_goes_frees_its_bytes(gated: Gated, tokenizer: Tokenizer, is_stream: bool, n_steps: int) -> None:
-    """Before the first token, and later; the generation does not go on."""
+    """The client goes before the first token, or later. Its generation ends."""
     with running(gated, tokenizer) as server:
         gated.is_open = False
         connection = send(
@@ -571,8 +576,10 @@ def test_who_sends_too_slowly(embedded: LanguageModel, tokenizer: Tokenizer) -> 
 
 
 def test_who_does_not_listen_counts_as_gone(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Its connection stays, its place does not.
-    Sockets hold so much that they hide it for long, so there is none here."""
+    """The connection of such a client stays, but its place does not.
+
+    Sockets buffer so much that they hide this for long, so there is no socket here.
+    """
     memory = HybridMemory(embedded.memory_spec, "16MiB", poison=True)
     app = make_app(Engine(embedded, memory, tokenizer), tokenizer, MODEL, ServerOptions(stall_seconds=0.05))
     body = json.dumps(BASE | {"stream": True}).encode()
@@ -653,7 +660,7 @@ def test_a_server_that_does_not_run_says_so(embedded: LanguageModel, tokenizer: 
     assert statuses == ([400] if when == "after" else []) + [503, 200]
 
 
-# What breaks
+# The tests below are about what breaks.
 
 
 def test_a_step_that_fails_ends_its_requests_and_no_others(
@@ -682,7 +689,10 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(
 
 
 def test_a_memory_that_cannot_hold_it(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """What could never fit is refused by its length; what does not fit now, by the memory."""
+    """The server refuses by its length what could never fit.
+
+    The memory refuses what does not fit now.
+    """
     with running(embedded, tokenizer, budget="1MiB") as server:
         limit = server.service.context_tokens
         assert 64 < limit < 4096
@@ -726,7 +736,8 @@ def test_what_runs_may_end_in_the_grace_period(gated: Gated, tokenizer: Tokenize
 def test_what_does_not_end_in_the_grace_period_is_told(
     gated: Gated, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Then connections are cut, whoever is still to be told: on a slow machine, the step takes long that is awaited.
+    # After the grace, connections are cut even if a client still waits for an answer. On a slow machine the awaited
+    # step takes long, so the grace is longer here.
     monkeypatch.setattr(listening, "_EXTRA_GRACE_SECONDS", int(PATIENCE_SECONDS))
     with running(gated, tokenizer, ServerOptions(grace_seconds=0)) as server:
         gated.is_open = False

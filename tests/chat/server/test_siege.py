@@ -1,5 +1,4 @@
-"""Others' clients while somebody holds connections half open, trickles bodies and sends large ones: they are answered
-as before.
+"""Clients get their answers while somebody holds connections half open, trickles bodies and sends large ones.
 
 By default a short form runs, which only counts. `SIEGE_SECONDS=30` runs the long form, which measures how long others
 wait.
@@ -34,7 +33,7 @@ HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "My cat is cal
 
 
 async def ask(port: int, end: float, least: int) -> list[float]:
-    """One client's requests, one after the other: the seconds that each took. All are answered, and rightly."""
+    """Send one client's requests one after the other. Check that all are answered rightly, and return their seconds."""
     seconds: list[float] = []
     while len(seconds) < least or time.monotonic() < end:
         started = time.perf_counter()
@@ -54,7 +53,7 @@ def ask_all(port: int, seconds: float, least: int = 5) -> list[float]:
 
 @contextmanager
 def siege_of(port: int, said: Path) -> Iterator[Callable[[], Counter[str]]]:
-    """A process that besieges a server; gives a function that counts how large bodies were answered."""
+    """Start a process that besieges a server. Return a function that counts how large bodies were answered."""
     numbers = map(str, (port, N_HEADS, N_TRICKLING, N_LARGE))
     with said.open("w") as file, subprocess.Popen([sys.executable, siege.__file__, *numbers], stdout=file) as process:
         try:

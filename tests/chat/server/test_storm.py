@@ -1,5 +1,4 @@
-"""Many clients at once, most of them rude: nobody is told what another said, nothing is left behind, and nothing is our
-fault.
+"""Many rude clients come at once. Nobody is told what another said, nothing is left behind, and no fault is ours.
 
 The storm lasts five seconds; `STORM_SECONDS=60` makes it a minute.
 """
@@ -36,7 +35,7 @@ LIMIT = 512
 
 @dataclass(frozen=True)
 class Question:
-    """A chat that ends in a question, and the answer that is right."""
+    """Holds a chat that ends in a question, and the right answer."""
 
     messages: list[dict[str, str]]
     answer: str
@@ -44,7 +43,7 @@ class Question:
 
 @dataclass
 class Tally:
-    """What the clients have seen."""
+    """Counts what the clients have seen."""
 
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
     wrong: list[tuple[str, str]] = field(default_factory=list)
@@ -53,7 +52,7 @@ class Tally:
 
 
 def make_questions(model: LanguageModel, tokenizer: Tokenizer, n_clients: int, n_each: int) -> list[list[Question]]:
-    """Of each client; only those to which the model alone, with nobody else around, gives the right answer."""
+    """Make questions for each client. The model answers each of them rightly when it is alone."""
     drawn = []
     for i in range(n_clients * n_each):
         *told, last = make_dialogue(random.Random(f"storm/{i}"), 2 + i % 7)
@@ -69,8 +68,10 @@ def make_questions(model: LanguageModel, tokenizer: Tokenizer, n_clients: int, n
 
 
 async def exchange(port: int, path: str, body: bytes, *, leave_after: int | None = None) -> tuple[int, bytes]:
-    """A request in HTTP/1.0, whose answer ends with its connection.
-    Who leaves does so after that many lines; status 0."""
+    """Send a request in HTTP/1.0, whose answer ends with its connection.
+
+    A client that leaves does so after that many lines, and gets status 0.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = f"POST {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -110,8 +111,10 @@ RUDE: dict[str, tuple[str, bytes, int]] = {
 
 
 async def client(port: int, number: int, questions: list[Question], tally: Tally, end: float) -> None:
-    """Asks and leaves, and is rude in between, until the time is over; once in each way even where the
-    time is short."""
+    """Ask and leave, and be rude in between, until the time is over.
+
+    Even in a short time, it is rude once in each way.
+    """
     rng = random.Random(number)
     first = ["leave", "ask", sorted(RUDE)[number % len(RUDE)], "draw"]
     while first or time.monotonic() < end:
@@ -141,8 +144,8 @@ async def client(port: int, number: int, questions: list[Question], tally: Tally
 
 
 def test_a_storm(embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The budget is too small for all of them at once: some are swapped out, and cached prefixes come and go."""
-    # A busy machine may take longer to read a body that is refused, and who is cut off there is told nothing.
+    """The budget is too small for all clients at once. Some are swapped out, and cached prefixes come and go."""
+    # A busy machine may take longer to read a body that is refused. A client that is cut off meanwhile gets no answer.
     monkeypatch.setattr(guard, "_DRAIN_SECONDS", PATIENCE_SECONDS)
     questions = make_questions(embedded, tokenizer, N_CLIENTS, 6)
     options = ServerOptions(max_tokens=LIMIT, max_body_bytes=1 << 16, max_requests=2 * N_CLIENTS)
@@ -173,7 +176,7 @@ def test_a_storm(embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pyt
         assert server.chat().status == 200
 
 
-# Requests that nobody would think of
+# The tests below send requests that nobody would think of.
 
 ANYTHING = st.recursive(
     st.none()
@@ -235,7 +238,7 @@ def patient(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
 def test_no_request_is_too_strange(
     patient: Running, path: str, likely: dict[str, Any], strange: dict[str, Any]
 ) -> None:
-    """Whatever comes is answered, or refused by the right name."""
+    """The server answers whatever comes, or refuses it by the right name."""
     answer = patient.call("POST", path, json.dumps(CORRECT[path] | likely | strange).encode())
     if answer.status != 200:
         assert answer.status in (400, 404), answer.body
@@ -254,7 +257,7 @@ def test_no_request_is_too_strange(
 
 @given(path=st.sampled_from(sorted(CORRECT)), body=st.binary(max_size=64), cut=st.integers(0, 60))
 def test_no_bytes_are_too_strange(patient: Running, path: str, body: bytes, cut: int) -> None:
-    """Noise, alone and behind what began well."""
+    """The bytes are noise, alone or after something that began well."""
     for sent in (body, json.dumps(CORRECT[path]).encode()[:cut] + b"\0" + body):
         answer = patient.call("POST", path, sent)
         assert answer.status in (400, 404) and answer.error["type"] == "invalid_request_error"

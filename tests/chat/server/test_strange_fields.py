@@ -1,4 +1,4 @@
-"""Every field of every request, in the place of which stands a value of any other kind: read, or refused by name."""
+"""In every field of every request, a value of any other kind is read, or refused by name."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ REQUESTS: list[tuple[type[Checked], dict[str, Any]]] = [
 
 
 def places(value: Any, way: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The ways to all values inside of one."""
+    """Return the paths to all values inside of a value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inner:
         yield (*way, key)

@@ -1,4 +1,7 @@
-"""Streams speak while their prompt is computed, in each dialect; an error of the first step is still a status."""
+"""In each dialect, streams send something while their prompt is computed.
+
+An error of the first step is still a status.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def test_a_stream_speaks_before_its_first_token(
 
 
 def text_of(event: dict[str, Any]) -> str:
-    """The text that an event of any of the dialects brings."""
+    """Return the text in an event of any of the dialects."""
     if "choices" in event:
         return "".join(choice.get("text", choice.get("delta", {}).get("content") or "") for choice in event["choices"])
     delta = event.get("delta", "")

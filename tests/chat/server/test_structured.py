@@ -1,4 +1,4 @@
-"""Structured output and tools through HTTP; the embedded model knows neither, so its replies are constrained."""
+"""The embedded model knows neither structured output nor tools, so its replies are constrained. All goes over HTTP."""
 
 from __future__ import annotations
 
@@ -108,7 +108,10 @@ def test_what_cannot_be_enforced_is_refused_by_name(plain_server: Running, chang
 
 
 def test_the_name_of_a_special_token_is_text_wherever_it_stands(plain_server: Running) -> None:
-    """Also in what a grammar forces: where only one text is left, its tokens are those of text."""
+    """This also holds where a grammar leaves only one text.
+
+    That text is forced as tokens of ordinary text.
+    """
     call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": "<|end|>"}'}}
     answer = plain_server.chat(
         messages=[

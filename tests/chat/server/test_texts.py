@@ -1,4 +1,4 @@
-"""Bodies that are large, or full of small things, and texts that are long: none of them is another client's problem."""
+"""No client delays others by bodies that are large or full of small things, or by long texts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ JSON = st.recursive(
 
 
 class Watched:
-    """A tokenizer that tells what it is given, and is held up by texts that begin with x while it is told to be."""
+    """Is a tokenizer that reports what it is given.
+
+    Texts that begin with x block it while a test says so.
+    """
 
     def __init__(self, tokenizer: Tokenizer, copied: Watched | None = None) -> None:
         self._tokenizer = tokenizer
@@ -65,7 +68,7 @@ def complete(server: Running, text: str) -> int:
     return server.call("POST", "/v1/completions", {"model": MODEL, "prompt": text, "max_tokens": 1}).status
 
 
-# Long texts
+# The tests below send long texts.
 
 
 def test_a_text_that_no_context_can_hold_is_not_tokenised(embedded: LanguageModel, watched: Watched) -> None:
@@ -90,7 +93,7 @@ def test_a_text_that_no_context_can_hold_is_not_tokenised(embedded: LanguageMode
 
 
 def test_no_text_of_the_longest_tokens_is_refused_by_its_bytes(tokenizer: Tokenizer) -> None:
-    """Nothing that fits is refused: the bound is not below what the tokens of a whole vocabulary say."""
+    """No text that fits is refused: the bound allows for the longest tokens of a vocabulary."""
     n_bytes = find_longest_token(tokenizer)
     assert all(len(tokenizer.decode([i]).encode()) <= n_bytes for i in range(len(tokenizer)))
     assert n_bytes == len("<|assistant|>")
@@ -109,7 +112,10 @@ def test_short_texts_do_not_wait_for_long_ones(embedded: LanguageModel, watched:
 
 
 def test_a_turn_comes_by_waiting_and_by_bytes(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock is the test's own: who asks together does so at one time, however busy the machine is."""
+    """The clock is the test's own.
+
+    So requests that come together come at one time, however busy the machine is.
+    """
     texts, now = Texts(watched, 512, max_long=9), [0.0]
     done: list[str] = []
 
@@ -158,7 +164,7 @@ def test_a_client_that_goes_hands_its_turn_over(watched: Watched) -> None:
     texts.close()
 
 
-# Many small things
+# The tests below send many small things.
 
 
 @pytest.mark.parametrize(
@@ -189,7 +195,7 @@ def test_what_texts_say_is_not_counted(text: str) -> None:
 
 @pytest.mark.parametrize("where", [(), ("messages", 0), ("stream_options",)])
 def test_one_unknown_key_is_enough(where: tuple[Any, ...]) -> None:
-    """The others are not looked at: an error for each would hold everybody up."""
+    """The server does not look at the others: an error for each would delay everybody."""
     value: dict[str, Any] = json.loads(json.dumps(CHAT | {"stream": True, "stream_options": {}}))
     inner = value
     for key in where:
@@ -243,7 +249,7 @@ def test_no_list_is_called_longer_than_it_is(value: object) -> None:
     assert count_longest_list(json.dumps(value).encode(), 2) <= longest(value)
 
 
-# Bodies on their way in
+# The tests below are about bodies on their way in.
 
 
 def test_large_bodies_come_in_slowly_while_somebody_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

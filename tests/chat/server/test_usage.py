@@ -1,4 +1,4 @@
-"""Why each token of a request was computed: `usage` with its extension, and the progress of long prompts."""
+"""`usage` says with an extension why each token of a request was computed. Long prompts report their progress."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_progress_of_a_long_prompt(server: Running) -> None:
 
 
 def test_a_reply_that_may_be_longer_than_what_fits_is_cut(server: Running) -> None:
-    """By the number of tokens that are left; plain completions refuse it, as OpenAI's do."""
+    """It ends when no tokens are left. Plain completions refuse such a request, as OpenAI's do."""
     assert server.chat(max_tokens=10 * LIMIT).json["choices"][0]["finish_reason"] == "stop"
     assert check_length(500, 100, 32, LIMIT, param="messages") == 12
     assert check_length(500, None, 32, LIMIT, param="messages") == 12

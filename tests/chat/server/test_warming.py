@@ -1,4 +1,4 @@
-"""Prompts of a file are computed before anybody sends them, for each key, and stay."""
+"""The prompts of a file are computed for each key before anybody sends them, and stay cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sessions with pictures: every way on from one is equal to computing the conversation again."""
+"""In sessions with pictures, every way to continue equals computing the conversation again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
 
 
 def assert_as_recomputed(session: ChatSession) -> None:
-    """What the live sequence remembers gives the logits of a memory that is fed the same tokens anew."""
+    """Assert that the live sequence gives the logits of a memory that is fed the same tokens anew."""
     engine, live = session.engine, session.sequence
     assert live is not None
     ids = live.tokens.tolist()
@@ -59,7 +59,7 @@ def assert_as_recomputed(session: ChatSession) -> None:
 
 
 def talk(engine: Engine) -> ChatSession:
-    """Five turns, with a picture in the second."""
+    """Take five turns, with a picture in the second."""
     session = ChatSession(engine, max_tokens=5)
     for turn, text in enumerate(["one", "two", "three", "four", "five"]):
         session.say(text, pictures=[WIDE] if turn == 1 else [])
@@ -176,7 +176,10 @@ def test_drafts_and_scores_leave_pictures_alone(seeing: Seeing) -> None:
 
 
 def test_a_request_holds_its_pictures_until_it_ends(seeing: Seeing) -> None:
-    """However many others come meanwhile: the table keeps nothing that nobody holds."""
+    """This holds however many others come meanwhile.
+
+    The table keeps no picture that nobody holds.
+    """
     engine = seeing.engine()
     pictures: Pictures = pictures_of(engine.model)
     pictures.soft_tokens.kept_bytes = 0

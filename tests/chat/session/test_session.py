@@ -1,5 +1,6 @@
-"""Sessions: whatever is taken back, only what differs is computed again, and replies are those of a model that reads it
-all anew.
+"""A session computes only what differs after something was taken back.
+
+Its replies are those of a model that reads everything anew.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def counted(session: ChatSession) -> Counted:
 
 
 class Witness:
-    """Calls a session, and checks each turn: its counts, its reply, and that it goes on from the nearest checkpoint at
-    least.
+    """Calls a session, and checks each turn.
+
+    It checks the counts and the reply, and that the turn continues from the nearest checkpoint at least.
     """
 
     def __init__(self, model: Any, tokenizer: Tokenizer, session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +84,7 @@ class Witness:
         turn = call()
         session.engine.memory.check()
         prompt = encode_history(self.tokenizer, session.messages[:-1]).token_ids
-        # all that was said is fed, and an end behind what was cut
+        # All tokens of the reply are fed. A reply that was cut gets an end, which is fed too.
         n_end = len(turn.token_ids) + (turn.finish_reason == "length")
         assert model.n_fed - n_fed == turn.n_computed + n_end == stats.n_fed - n_engine
         assert turn.n_prompt == len(prompt) and sum(turn.computed.values()) == turn.n_computed
@@ -95,7 +97,7 @@ class Witness:
         return turn
 
 
-# What is computed
+# The tests below are about what is computed.
 
 
 @pytest.mark.parametrize("window", [0, WINDOW])
@@ -116,7 +118,8 @@ def test_only_what_differs_is_computed_again(
     assert again.computed == {LAST: 1} if window else again.n_computed <= len(tokenizer.encode(LINES[3])) + 11
 
     edited = witness(lambda: session.edit(2, LINES[1].replace("rained", "snowed")))
-    # From the checkpoint at the reply before it, or where the window reaches: never the first exchange again.
+    # The session continues from the checkpoint at the reply before, or from where the window reaches. It never computes
+    # the first exchange again.
     assert edited.n_reused >= first.n_prompt and set(edited.computed) <= {EDITED, NO_CHECKPOINT}
     assert (
         edited.computed[EDITED] < len(tokenizer.encode(LINES[1])) + 5
@@ -161,11 +164,12 @@ def test_without_checkpoints_it_says_why_all_is_computed(
 def test_stripped_thoughts_cost_the_reply_they_were_in(
     talker: Any, stripping: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the history before them, not one token is computed again, however long it is."""
+    """However long the history before them is, none of its tokens is computed again."""
     session = ChatSession(make_engine(talker, stripping), max_tokens=40)
     model, words = counted(session), stripping.encode("Okay, noted.")
     thoughts = stripping.encode("<think>The user has a cat. I shall remember that it is called Zoe.</think>")
-    assert len(thoughts) > 2 * WINDOW  # so that it is not the window that reaches back
+    # The thoughts are longer than the window, so that the window alone cannot reach back over them.
+    assert len(thoughts) > 2 * WINDOW
     n_prompt = len(encode_history(stripping, [Utterance("user", LINES[0])]).token_ids)
     model.say([*thoughts, *words, stripping.eos_token_id], at=n_prompt)
     first = session.say(LINES[0])
@@ -184,7 +188,7 @@ def test_stripped_thoughts_cost_the_reply_they_were_in(
         else:
             assert REWRITTEN not in turn.computed
     assert "<think>" not in render(stripping, [{"role": m.role, "content": m.content} for m in session.messages])
-    # Back to where the thoughts were in force: that reply's opening is a checkpoint still.
+    # The edit goes back to where the thoughts were in force: the opening of that reply is still a checkpoint.
     session.edit(0, "My cat is called Tom.")
     assert session.messages[0].content == "My cat is called Tom."
     session.close()
@@ -221,7 +225,7 @@ def test_what_a_stop_string_cut_is_read_as_its_text(
 
 
 def test_one_long_message_is_edited_at_its_end_from_a_mark_before_it(talker: Any, tokenizer: Tokenizer) -> None:
-    """A history that was given is not computed again when its last message changes."""
+    """If the last message of a given history changes, the messages before it are not computed again."""
     given = [Utterance("user", LINES[1]), Utterance("assistant", "That sounds nice."), Utterance("user", LINES[0])]
     given.append(Utterance("assistant", "Okay, noted."))
     session = ChatSession(make_engine(talker, tokenizer), messages=given, max_tokens=4)
@@ -234,7 +238,10 @@ def test_one_long_message_is_edited_at_its_end_from_a_mark_before_it(talker: Any
 
 
 def test_locating_is_not_fooled_by_what_is_said(tokenizer: Tokenizer) -> None:
-    """A reply "a" is not looked for in "<|assistant|>", nor "user" in "<|user|>", and what users quote is theirs."""
+    """A reply "a" is not found in "<|assistant|>", nor "user" in "<|user|>".
+
+    Marks that users quote belong to the users' text.
+    """
     ids = tuple(tokenizer.convert_tokens_to_ids(list("as")))
     said = [
         Utterance("user", "a"),
@@ -262,7 +269,7 @@ def test_a_template_that_shows_the_last_messages_only(tokenizer: Tokenizer) -> N
     assert decode(short, history.token_ids) == "bc"
 
 
-# Branches, sleep, files
+# The tests below are about branches, sleep and files.
 
 
 def test_branches_share_until_they_part(talker: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,9 +281,9 @@ def test_branches_share_until_they_part(talker: Any, tokenizer: Tokenizer, monke
         witnesses = [Witness(talker, tokenizer, one, monkeypatch) for one in (session, branch)]
         ours = witnesses[0](lambda: session.say(LINES[0]))
         theirs = witnesses[1](lambda: branch.say(LINES[2]))
-        assert 0 < ours.n_reused <= theirs.n_reused <= ours.n_reused + 2  # the cache has seen "<|user|>My" by then
+        assert 0 < ours.n_reused <= theirs.n_reused <= ours.n_reused + 2  # The cache has seen "<|user|>My" by then.
         assert session.messages[2].content == LINES[0] and branch.messages[2].content == LINES[2]
-    assert branch.messages and branch.sequence is None  # closed: it can still be read
+    assert branch.messages and branch.sequence is None  # The branch is closed, but can still be read.
     session.close()
     assert_all_given_back(session.engine)
 
@@ -306,8 +313,9 @@ def test_sleeping_gives_the_bytes_back_and_changes_nothing(talker: Any, tokenize
 def test_a_saved_session_holds_nothing_that_was_taken_back(
     talker: Any, tokenizer: Tokenizer, tmp_path: Path, sleeps: bool
 ) -> None:
-    """Though the memory still does, where a rollback does not reach so far: what comes next decides what it goes on
-    from.
+    """The memory may still hold it, where a rollback does not reach so far.
+
+    The next message decides where the session continues.
     """
     session = ChatSession(make_engine(talker, tokenizer, has_prefixes=False), max_tokens=40)
     session.say(LINES[0])
@@ -383,7 +391,7 @@ def test_a_saved_session_goes_on_in_another_process_bit_for_bit(
     for line in LINES[:2]:
         session.say(line)
     session.save(tmp_path / "saved")
-    session.save(tmp_path / "saved")  # replaces
+    session.save(tmp_path / "saved")  # This replaces the first file.
     assert len(list((tmp_path / "saved").iterdir())) == 2
     command = [sys.executable, "-c", SAY_ON, str(tmp_path / "saved"), *LINES[2:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -443,7 +451,10 @@ def test_what_cannot_be_resumed_is_refused(embedded: Any, tokenizer: Tokenizer, 
 def test_a_session_is_saved_with_its_branches_and_checkpoints(
     embedded: Any, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """In another process each goes on as here, and going back computes no more than it did before."""
+    """In another process, each branch continues as here.
+
+    Going back computes no more than it did before.
+    """
     engine = make_engine(embedded, tokenizer)
     session = ChatSession(engine, max_tokens=20)
     session.say(LINES[0])
@@ -474,7 +485,7 @@ def test_a_session_is_saved_with_its_branches_and_checkpoints(
     assert len(alone.branches) == 2 and alone.messages == resumed.messages
     twig.save(tmp_path / "twig")
     assert ChatSession.resume(make_engine(embedded, tokenizer), tmp_path / "twig").messages == twig.messages
-    # Both branches share their first blocks with the session: once in the file.
+    # Both branches share their first blocks with the session. The file holds these blocks once.
     apart = 0
     for own in (session, branch, twig):
         assert own.sequence is not None
@@ -531,7 +542,7 @@ def test_a_save_that_fails_leaves_the_old_one(
     assert len(ChatSession.resume(session.engine, tmp_path).messages) == 2
 
 
-# Talking
+# The tests below talk.
 
 
 def test_it_remembers_and_streams(embedded: Any, tokenizer: Tokenizer) -> None:
@@ -628,7 +639,10 @@ def test_tokenizers_without_a_usable_template_are_refused(embedded: Any) -> None
 
 
 def test_a_session_whose_sequence_was_closed_computes_it_again(embedded: Any, tokenizer: Tokenizer) -> None:
-    """Its messages are what counts: whatever is called next, it goes on as if nothing had been computed yet."""
+    """Only its messages count.
+
+    Whatever is called next, the session continues as if nothing had been computed yet.
+    """
     told = "My cat is called Milo."
     calls: list[Callable[[ChatSession], object]] = [
         lambda session: session.say("What is my cat called?").text,

@@ -1,5 +1,6 @@
-"""Templates: what is given is read once and not generated, choices are compared exactly, and a batch fills as each
-alone would.
+"""In templates, given text is read once and not generated, and choices are compared exactly.
+
+Each row of a batch is filled as it would be alone.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ def counted(engine: Engine) -> Counted:
 
 
 def log_probability(model: Any, prompt: list[int], ids: list[int]) -> float:
-    """Of these tokens behind the prompt, read in one go in a memory of its own."""
+    """Return the log probability of these tokens after the prompt, read in one step in a memory of its own."""
     memory = HybridMemory(model.memory_spec, "64MiB", poison=True)
     with memory.step({memory.open(): [*prompt, *ids[:-1]]}, outputs="all") as step:
         rows = model(step)[len(prompt) - 1 :].double().log_softmax(-1)
     return float(rows.gather(1, torch.tensor(ids)[:, None]).sum())
 
 
-# Filling
+# The tests below fill templates.
 
 
 @pytest.mark.parametrize("has_prefixes", [True, False])
@@ -51,7 +52,7 @@ def test_a_batch_of_sixteen_reads_each_token_once(talker: Any, tokenizer: Tokeni
     rows = [{"question": f"My favourite name in all the world is {name}, and not {other}."} for name, other in pairs]
     filled = fill(engine, Template(ARTICLE), rows)
     model, n_tokens = counted(engine), sum(len(f.token_ids) for f in filled)
-    # No token was computed twice in the same context: neither of texts, nor of values, nor of choices.
+    # No token of a text, a value or a choice was computed twice in the same context.
     assert max(model.prefixes.values()) == 1
     assert engine.stats.n_fed == model.n_fed == len(model.prefixes) < n_tokens
     read = {f.token_ids[:n] for f in filled for n in range(1, len(f.token_ids) - len(tokenizer.encode("not sure")))}
@@ -103,7 +104,7 @@ def test_known_values_are_not_generated(talker: Any, tokenizer: Tokenizer) -> No
     n_read = sum(
         len(tokenizer.encode(words)) for words in ("My ", "cat", " is called ", "Zoe", ". ", "Zoe", " is a ", "cat")
     )
-    assert counted(engine).n_fed == n_read + some.n_generated - 1  # The last word is chosen and not read.
+    assert counted(engine).n_fed == n_read + some.n_generated - 1  # The last word is chosen, but never fed.
     rest = fill(engine, template, {"animal": "cat"})[0]
     assert rest.text.count(rest.values["name"]) >= 2 and engine.stats.n_generated == some.n_generated + rest.n_generated
     assert_all_given_back(engine)
@@ -140,7 +141,7 @@ def test_the_embedded_model_fills_what_it_was_told(embedded: Any, tokenizer: Tok
 
 
 def test_a_stop_string_in_the_middle_of_a_token(talker: Any, tokenizer: Tokenizer) -> None:
-    """The rest of the text is tokenised anew, and what follows goes on behind it."""
+    """The rest of the text is tokenised anew, and what follows continues from there."""
     engine = make_engine(talker, tokenizer)
     prompt, said = tokenizer.encode("My cat is called Zoe."), tokenizer.encode(" That sounds nice.")
     counted(engine).say(said, at=len(prompt))
@@ -172,7 +173,7 @@ def test_prefixes_of_earlier_batches_are_not_read_again(embedded: Any, tokenizer
 
 
 def test_templates_of_all_sorts_share_a_batch(talker: Any, tokenizer: Tokenizer) -> None:
-    """Equal ones, ones that begin with others, ones without anything in common, and ones with nothing to do."""
+    """Some templates are equal, some begin with others, some have nothing in common, and some have nothing to do."""
     engine = make_engine(talker, tokenizer)
     written = [
         "My cat{a:max_tokens=3}",
@@ -203,7 +204,7 @@ def test_what_fails_leaves_nothing_behind(embedded: Any, tokenizer: Tokenizer) -
     assert_all_given_back(small)
 
 
-# Writing templates
+# The tests below write templates.
 
 
 def test_how_templates_are_written() -> None:

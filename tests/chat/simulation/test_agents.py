@@ -1,4 +1,4 @@
-"""Simulated agents: their traces have the lengths that they should, and what they send again is reused."""
+"""Traces of simulated agents have the right lengths, and what agents send again is reused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The chat simulation: what users are told in a crowd is what they are told alone, and every byte comes back."""
+"""In the chat simulation, users in a crowd are told what they are told alone, and every byte comes back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def dry(setup: Setup) -> Setup:
 
 @pytest.fixture(scope="module")
 def lively(setup: Setup) -> Report:
-    """Played once: several tests look at it."""
+    """Play a simulation once, for several tests."""
     return simulate(setup, make_workload(LIVELY, 0))
 
 
@@ -71,7 +71,7 @@ def untimed(report: Report) -> dict[str, Any]:
     return {key: value for key, value in report.to_json().items() if key != "timings"}
 
 
-# The promise
+# The tests below are about the promise.
 
 
 def assert_nothing_lost(setup: Setup, workload: Workload, report: Report, which: str) -> None:
@@ -96,7 +96,7 @@ def test_everybody_is_told_in_the_crowd_what_they_are_told_alone(setup: Setup, l
 
 
 def test_a_small_budget_forces_users_out_and_nothing_is_lost(setup: Setup, tmp_path: Path) -> None:
-    """To files, and in the middle of replies too."""
+    """Users are swapped to files, even in the middle of replies."""
     tight = replace(setup, budget=TIGHT, swap_dir=tmp_path, max_running=16, max_tokens=12)
     workload = make_workload(replace(LIVELY, n_users=12, rate=200), 1)
     report = simulate(tight, workload)
@@ -116,7 +116,10 @@ def test_two_hundred_users(setup: Setup, tmp_path: Path) -> None:
 
 
 def test_a_leak_and_a_lost_answer_fail_the_simulation(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A memory that takes one conversation for another: what is said is judged, not what was meant."""
+    """The memory takes one conversation for another.
+
+    The simulation judges what was said, not what was meant.
+    """
     workload = make_workload(replace(LIVELY, pauses=0.0, edits=0.0, regenerations=0.0, branches=0.0), 0)
     swap = iter(range(1_000_000))
     original = HybridMemory.step
@@ -147,7 +150,7 @@ def test_what_leaks_and_what_is_only_a_guess() -> None:
 
 
 def test_a_branch_alone_is_served_from_the_beginning(setup: Setup) -> None:
-    """It knows what was said before it branched and what it was told since, and nothing of the other branch."""
+    """It knows what was said before it branched and what it was told since. It knows nothing of the other branch."""
     family = [
         Event(0.0, "anna", "arrive"),
         say(1.0, "anna", "My cat is called Zoe.", "Okay, noted."),
@@ -190,7 +193,7 @@ def test_an_edit_forgets_what_came_behind_it(setup: Setup) -> None:
     assert report.tally.regenerated == {"same words": 1}
 
 
-# The same again
+# The tests below repeat a simulation.
 
 
 def test_everything_but_the_timings_follows_from_the_seed(setup: Setup) -> None:
@@ -211,11 +214,11 @@ def test_the_wall_clock_changes_no_counts_of_what_users_did(setup: Setup) -> Non
     assert wall.virtual_seconds >= max(event.at for family in workload for event in family)
 
 
-# Dry runs
+# The tests below are dry runs.
 
 
 def test_a_dry_run_keeps_the_books_of_the_real_one(dry: Setup, lively: Report) -> None:
-    """Where the model says what is right, step by step and byte by byte."""
+    """A model says the right replies, and the books agree step by step and byte by byte."""
     real, made_up = lively, simulate(dry, make_workload(LIVELY, 0))
     assert real.wrong == []
     assert untimed(made_up)["samples"] == untimed(real)["samples"]
@@ -236,7 +239,10 @@ def test_a_dry_run_needs_neither_texts_nor_a_tokenizer(dry: Setup) -> None:
 
 
 def test_a_dry_run_costs_the_same_for_every_user(dry: Setup) -> None:
-    """However many have come before: in a full memory, with about a hundred users at once."""
+    """The cost does not depend on how many users have come before.
+
+    The memory is full, with about a hundred users at once.
+    """
     bare = replace(dry, tokenizer=None, stop_ids=(2,), budget="64MiB", max_running=512, step_tokens=4096)
     habits = Habits(n_users=270, turns=2, rate=100, think_s=0.2, pause_s=0.5, message_tokens=12, reply_tokens=8)
     calls_at: dict[int, int] = {}
@@ -257,14 +263,14 @@ def test_a_dry_run_has_nothing_to_write(dry: Setup, tmp_path: Path) -> None:
 
 
 def test_users_who_cannot_be_swapped_are_computed_again(dry: Setup) -> None:
-    """Without room in host memory their sequences are given up, and come back from their tokens."""
+    """Without room in host memory, their sequences are closed, and computed again from their tokens."""
     report = simulate(replace(dry, host_budget=1), make_workload(LIVELY, 0))
     assert report.is_ok and report.swapped["host"] == 0 and report.tally.swaps["given up"] > 0
     without = simulate(replace(dry, host_budget=1, grid_tokens=None), make_workload(LIVELY, 0))
     assert without.is_ok and without.tally.recomputed.total() > report.tally.recomputed.total()
 
 
-# Reports
+# The tests below are about reports.
 
 
 def test_samples_stay_few_and_even() -> None:
@@ -309,7 +315,7 @@ def test_a_notebook_shows_the_timeline(lively: Report) -> None:
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
 
 
-# The command
+# The tests below run the command.
 
 
 def test_the_command_reports_and_replays(tmp_path: Path) -> None:

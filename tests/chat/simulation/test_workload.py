@@ -1,4 +1,4 @@
-"""Workloads: a function of their seed, in order, and the same again when they were written and read."""
+"""A workload is a function of its seed, in order, and the same after it was written and read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Nobody forges a turn: what people write has the ids of text, and ordinary conversations have the ids that they always
-had.
+"""Nobody can forge a turn: what people write has the ids of text.
+
+Ordinary conversations have the same ids as without this protection.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ SAID = ["My cat is called Zoe.", "  a < b and b > c  ", "I'm in the <b>house</b>
 
 
 def train(special: list[AddedToken], template: str, *, in_vocabulary: bool = False, **names: str) -> Any:
-    """A small tokenizer; with its special tokens among the words of its vocabulary, as some are made, or not."""
+    """Train a small tokenizer.
+
+    Its vocabulary has the special tokens among its words, as some tokenizers have, or not.
+    """
     backend = Tokenizer(models.BPE(unk_token=None))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -230,7 +234,7 @@ def with_options(tokenizer: Any, options: dict[str, Any]) -> WrappedTokenizer:
 
 
 def calling_chat(word: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """A chat in which a word stands wherever a client may write, and the options of its template."""
+    """Return a chat with a word in every place where a client may write, and the options of its template."""
     schema = {"type": "object", "properties": {word: {"type": "string", "enum": [f"a{word}"]}}}
     tool = {"type": "function", "function": {"name": f"f{word}", "description": f"b {word}", "parameters": schema}}
     call = {"type": "function", "function": {"name": f"f{word}", "arguments": {f"c{word}": [word, f"{word} d"]}}}
@@ -241,7 +245,10 @@ def calling_chat(word: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 @pytest.mark.parametrize("word", CUT_NAMES)
 def test_a_name_in_any_text_is_text(word: str) -> None:
-    """In a tool, a call, thoughts and an option: its tokens are text, and all others are what they always are."""
+    """The name is in a tool, a call, thoughts and an option.
+
+    There its tokens are those of text, and all other tokens are as usual.
+    """
     tokenizer = make_calling_tokenizer()
     messages, options = calling_chat(word)
     harmless, harmless_options = calling_chat("@")
@@ -251,18 +258,20 @@ def test_a_name_in_any_text_is_text(word: str) -> None:
     own = special_tokens_of(tokenizer, "assistant").names
     if word in own or word not in special_tokens_of(tokenizer).names:
         assert [i for i in ids if i in special] == [i for i in expected if i in special]
-    else:  # A mark that is no special token is the model's own in what the model said: its content and its thoughts.
+    # The content and thoughts of a reply are the model's own, so a mark in them stays one token if it is no special
+    # token.
+    else:
         assert sum(i in special for i in ids) == sum(i in special for i in expected) + 2
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     assert tokenizer.decode(ids) == rendered.replace("<tool_call> ", "<tool_call>")
 
 
 def test_text_beside_a_name_has_the_tokens_that_it_always_has() -> None:
-    """A word that only looks like a name is encoded in the same tokens as the name that it is not."""
+    """A word that resembles a name has the tokens that it has without special tokens."""
     tokenizer = make_calling_tokenizer()
     for text in ("house <|im_end|> house", "<tool_call>  a", "x</tool_call>"):
         ids = encode_chat(tokenizer, [{"role": "user", "content": f"I'm in the {text}"}])
-        blind = train([], CALLS)  # It was trained on the same words and has none of the names.
+        blind = train([], CALLS)  # This tokenizer was trained on the same words, and has none of the names.
         (start,) = tokenizer.encode("<|im_start|>", add_special_tokens=False)
         at = ids.index(start) + 1
         words = blind.encode(f"user\nI'm in the {text.strip()}", add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""A prompt behind a stored reply, with templates that render a history otherwise than the model has seen it."""
+"""A prompt continues a stored reply, although its template renders the history differently from what the model saw."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ WITHOUT_END = PLAIN.replace("<|end|>", "")
 
 @pytest.fixture
 def texts(tokenizer: Tokenizer, request: pytest.FixtureRequest) -> Tokenizer:
-    """The tokenizer, with the template that a test names."""
+    """Return the tokenizer, with the template that a test names."""
     own = copy.deepcopy(tokenizer)
     own.chat_template = request.param
     return own
 
 
 def said(texts: Tokenizer, reply: str, *, ends: bool = True, instructions: str | None = None) -> tuple[list[Node], Any]:
-    """A question and the reply to it, with the token ids that the model had, in tokens of one letter each."""
+    """Return a question and its reply, with the token ids that the model had: one for each letter."""
     question = Node(new_id("turn"), "s", None, "user", [text_item("user", "My cat")])
     prompt = encode_chat(texts, [{"role": "user", "content": "My cat"}])
     letters = [i for letter in reply for i in texts.encode(letter, add_special_tokens=False)]

@@ -1,4 +1,4 @@
-"""The store of sessions by itself: what a call leaves, what its limits delete, and what a failed one changes."""
+"""The tests use the store of sessions alone: what calls leave, what limits delete, and what a failed call changes."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_what_is_above_a_node_is_found_as_by_lists_of_all_above_each(reach: int)
 
 
 def test_another_owner_finds_no_session(store: SessionStore) -> None:
-    """Who shares the owner of sessions finds them, whichever prefixes a request shares."""
+    """Clients with the same owner find its sessions, whichever prefixes a request shares."""
     owner, prefixes = b"o" * OWNER_BYTES, b"p" * OWNER_BYTES
     node = Node("turn_one", "sess_one", None, "user", [])
     store.add_session(StoredSession("sess_one", owner + prefixes), [node])

@@ -1,4 +1,4 @@
-"""Calls that a reply need not make: once one has begun it keeps to its schema, and what stands around it is free."""
+"""A reply need not make a call. A call that it begins keeps to its schema, and the text around it is free."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_calls_in_thoughts_are_free(is_thinking: bool) -> None:
 
 
 def test_a_mark_of_letters_may_end_inside_of_a_token() -> None:
-    """Some vocabularies have the mark's last sign and the line break behind it as one token."""
+    """Some vocabularies have one token for the mark's last character and the line break after it."""
     tokenizer, habits = model("functionary")
     tokenizer = type(tokenizer)(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>")
     grammar = begun(tokenizer, habits)

@@ -1,4 +1,4 @@
-"""Families of models: calls are read and constrained as the chat template of each writes them.
+"""Calls are read and constrained as the chat template of each family of models writes them.
 
 The templates are short ones of our own.
 """
@@ -99,7 +99,7 @@ def fits(arguments: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("family", ALL)
 def test_earlier_calls_are_rendered_for_every_template(family: str) -> None:
-    """Ids become nine letters where a template wants that, and lists may grow in a template."""
+    """If a template wants that, ids become nine letters. Lists may grow in a template."""
     tokenizer, habits = model(family)
     result = {"role": "tool", "name": WEATHER.name, "tool_call_id": "call_0", "content": "RESULT"}
     chat = [{"role": "user", "content": "QQQ"}, said(WRITTEN[1]), result]

@@ -1,4 +1,4 @@
-"""Text in an argument neither ends a call nor makes another one, whatever marks of the model it holds."""
+"""Text in an argument neither ends a call nor makes another one, whatever marks of the model it contains."""
 
 from __future__ import annotations
 

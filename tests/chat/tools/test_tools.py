@@ -1,4 +1,7 @@
-"""Calls of tools and thoughts: how each family writes them, read in pieces of any length, and what a grammar allows."""
+"""Calls of tools and thoughts are read in pieces of any length, as each family writes them.
+
+Grammars allow such calls.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def habits(calls: CallFormat | None, **options: Any) -> Habits:
 
 
 def read(reader: ReplyReader, pieces: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Content, thoughts, and calls with their arguments."""
+    """Return content, thoughts, and calls with their arguments."""
     parts = [part for piece in pieces for part in reader.feed(piece)] + reader.close()
     calls: dict[int, list[str]] = {}
     for call in (part.call for part in parts if part.call is not None):
@@ -162,7 +165,7 @@ def test_thoughts_are_left_out_if_a_request_says_so(tokenizer: Tokenizer, has_re
 def test_a_required_call_is_readable_whatever_is_drawn(
     calls: CallFormat, is_thinking: bool, tokenizer: Tokenizer
 ) -> None:
-    """Tokens are drawn from what the grammar allows, and closing signs preferred in the end."""
+    """Tokens are drawn from what the grammar allows. In the end, characters that close something are preferred."""
     grammars = Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
     thinking = habits(calls, thinks=is_thinking)
     properties = WEATHER.parameters["properties"] | {"city": {"type": "string", "enum": ["Paris", "Rome"]}}

@@ -12,7 +12,7 @@ from hybridmem.memory import SpecError
 
 
 def machine_with(root: Path) -> Machine:
-    """A machine whose files lie below another root."""
+    """Return a machine whose files are below another root."""
 
     def call(work: Callable[[str], bool], path: str) -> bool:
         return work(f"{root}{path}")

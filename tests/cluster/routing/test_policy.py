@@ -106,7 +106,7 @@ def test_an_unknown_policy_is_refused() -> None:
 
 
 def test_what_a_cache_can_resume_is_what_its_digests_say(embedded: LanguageModel) -> None:
-    """A lookup reuses at least what the router was told, and the router is told of no more."""
+    """A lookup reuses at least what the router was told. The router is told of nothing more."""
     memory = HybridMemory(embedded.memory_spec, "16MiB", rollback_window=8)
     cache = PrefixCache(memory)
     shared = list(range(10, 90))

@@ -1,5 +1,7 @@
-"""What the gateway does before replicas: streams go on where their replica was lost, keys are charged, and sessions
-that replicas do not share are refused."""
+"""The gateway continues streams whose replica was lost, charges keys, and refuses sessions that replicas do not share.
+
+It does so before a replica sees the request.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,10 @@ def events_of(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def told(events: list[dict[str, Any]]) -> dict[Any, Any]:
-    """Return all that a stream says, joined by choice and part; what is drawn for each call has no part in it."""
+    """Return all that a stream says, joined by choice and part.
+
+    Ids that are drawn for each call are left out.
+    """
     said = dict[Any, Any]()
     for event in events:
         for choice in event["choices"]:
@@ -143,7 +148,7 @@ def test_of_calls_and_thoughts_each_part_goes_on() -> None:
 
 @pytest.mark.parametrize("cut", [5, 9, -1])
 def test_a_response_goes_on_under_its_id_and_is_stored_once(embedded: LanguageModel, cut: int) -> None:
-    """Even if its first replica was lost when all was stored, but for the last event."""
+    """Its first replica may be lost when everything is stored and only the last event is missing."""
     body = {"input": CHAT["messages"][0]["content"], "stream": True, "temperature": 1.0, "max_output_tokens": 16}
     whole = request_of("/v1/responses", body, idempotency_key="a")
     ((right,), replicas) = play(embedded, [], [whole])
@@ -169,12 +174,13 @@ def sent(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the response of a stream that is complete, but for what is counted and measured anew."""
+    """Return the response of a complete stream, without what is counted and measured anew."""
     return events[-1]["response"] | {"usage": ANY, "created_at": ANY, "completed_at": ANY}
 
 
 def test_a_drawn_reply_gets_a_seed_so_that_it_can_go_on(embedded: LanguageModel) -> None:
-    drawn = {**CHAT, "seed": None, "temperature": 1.5, "stream": True, "ignore_eos": True}  # of any length without it
+    # The reply could have any length without `ignore_eos`.
+    drawn = {**CHAT, "seed": None, "temperature": 1.5, "stream": True, "ignore_eos": True}
     (broken,), replicas = play(embedded, [9], [request_of("/v1/chat/completions", drawn)])
     first, second = replicas.bodies
     assert first == second and isinstance(json.loads(first)["seed"], int)

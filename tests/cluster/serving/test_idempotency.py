@@ -1,4 +1,4 @@
-"""What a key promises: one reply, however often, how early and from where its client sends it again."""
+"""A key promises one reply, however often, how early and from where its client sends the request again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Shelf:
 
 @dataclass
 class Model:
-    """Answers in two messages, the second when it may; each time another number."""
+    """Answers in two messages, with another number each time. The second message comes when a test lets it."""
 
     status: int = 200
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -85,7 +85,10 @@ def test_two_that_come_while_the_store_is_read_get_one_reply() -> None:
 
 
 def test_a_reply_is_finished_for_a_client_that_has_gone_and_comes_back() -> None:
-    """Its work is in no context of the request: what ends with that does not end with it."""
+    """Its work runs in no context of the request.
+
+    So the end of that context does not end the work.
+    """
 
     async def test() -> None:
         of_request.set("the first")

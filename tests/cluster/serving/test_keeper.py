@@ -1,4 +1,4 @@
-"""A request goes on without the store where that hangs, and beside another replica that holds its session."""
+"""A request continues without the store if the store hangs, and beside another replica that holds its session."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_of_two_replicas_one_advances_a_session_and_the_other_answers_beside_it(
 
 
 def test_a_request_that_ends_while_its_sequence_is_fetched_holds_no_lease(tmp_path: Path) -> None:
-    """Its client has gone, or what the store holds makes no sense."""
+    """Its client has gone, or the bytes in the store make no sense."""
     place, is_fetching, may_return = Place(str(tmp_path)), Event(), Event()
 
     def hang() -> int:

@@ -1,4 +1,4 @@
-"""Sequences are stored by one memory and go on in another, bit for bit; what does not belong there is refused."""
+"""One memory stores sequences, and another continues them bit for bit. It refuses what does not belong to it."""
 
 from __future__ import annotations
 

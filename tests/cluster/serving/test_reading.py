@@ -1,4 +1,4 @@
-"""The gateway reads of a request the tokens and the owner that a replica's server does."""
+"""The gateway reads the same tokens and the same owner from a request as a replica's server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Replicas are added with the load at once, and go one by one when it stays low; a file that is wrong is refused."""
+"""Replicas are added at once when the load grows, and removed one by one when it stays low.
+
+A wrong file is refused.
+"""
 
 from __future__ import annotations
 

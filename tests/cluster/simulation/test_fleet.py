@@ -1,4 +1,4 @@
-"""A simulated fleet counts what its routers do, and ours reuses what one memory would."""
+"""A simulated fleet counts what its routers do. Our router reuses as much as a single memory would."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One replica at a time holds a session, and none longer than it may."""
+"""One replica at a time holds a session, and no longer than it may."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from hybridmem.cluster.store.leases import Lease, Leases, Stand
 
 
 class Shelf:
-    """Holds files in a dict; `at_create` runs before a file is created, as what another replica does meanwhile."""
+    """Holds files in a dict.
+
+    `at_create` runs before a file is created, and does what another replica does meanwhile.
+    """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -94,7 +97,10 @@ def test_of_two_that_try_at_once_one_gets_it(shelf: Shelf, clock: Clock) -> None
 
 
 def test_a_file_that_was_removed_meanwhile_gives_no_lease(shelf: Shelf, clock: Clock) -> None:
-    """Two others took and released it between the look and the creation, and removed the file of that number."""
+    """Between the look and the creation, two others took and released the lease.
+
+    They removed the file of that number.
+    """
     a, b, c = (Leases(shelf, f"f/{name}", 30, clock) for name in "abc")
     assert a.release(taken(a))
 

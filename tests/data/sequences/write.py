@@ -79,14 +79,14 @@ def _average(states: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...
 
 
 def _numbers(step: Step, salt: int, *shape: int) -> Tensor:
-    """Numbers that follow from each token and its position alone: (T, *shape)."""
+    """Return numbers (T, *shape) that follow only from each token and its position."""
     size = torch.Size(shape).numel()
     at = step.token_ids.double()[:, None] * 0.7 + step.positions.double()[:, None] * 0.3
     return torch.sin(at * (1 + torch.arange(size).double() / 3) + salt).float().view(-1, *shape)
 
 
 def run(step: Step, spec: MemorySpec) -> Tensor:
-    """A model without weights: every layer's outputs side by side, (n_requests, outputs)."""
+    """Run a model without weights. Return every layer's outputs side by side, (n_requests, outputs)."""
     outputs = []
     for layer, memories in enumerate(spec.layers):
         for memory in memories:
@@ -108,14 +108,14 @@ def run(step: Step, spec: MemorySpec) -> Tensor:
 
 
 def encoded(spec: MemorySpec) -> Any:
-    """What an encoder said, for those that have one."""
+    """Return what an encoder said, for models that have one."""
     if spec.model != "cross":
         return None
     return [tuple(torch.linspace(-1, 1, 5 * 4).view(5, 1, 4) * scale for scale in (1.0, 2.0))]
 
 
 def make(name: str) -> tuple[HybridMemory, Sequence]:
-    """A memory of the subject, and a sequence that was fed `TOKENS` in steps of several lengths."""
+    """Return a memory of the subject, and a sequence that was fed `TOKENS` in steps of several lengths."""
     spec, options = SUBJECTS[name]
     memory = HybridMemory(spec, **OPTIONS, **options)
     said = encoded(spec)

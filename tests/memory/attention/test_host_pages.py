@@ -1,4 +1,4 @@
-"""Sequences whose keys and values are in host memory, against a memory in which they never move."""
+"""Sequences whose keys and values are in host memory are compared with a memory in which they never move."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ KINDS = (
 
 
 class Pair:
-    """What is done to both of two memories: in one of them sequences move, in the other they stay on the device."""
+    """Does everything in two memories. In one of them sequences move, in the other they stay on the device."""
 
     def __init__(self, subject: Subject, seed: int) -> None:
         options: dict[str, Any] = {"rollback_window": 8, "page_tokens": 4, "fold": subject.fold, "poison": True}
@@ -70,7 +70,7 @@ class Pair:
         self.add(self.moving.open(), self.staying.open(), is_hosted=False)
 
     def step(self) -> None:
-        """A mix of prompts, single tokens and drafts, of which some are kept."""
+        """Take a step of prompts, single tokens and drafts, of which some are kept."""
         live = [p for p in self.pairs if not p[0].is_checkpoint]
         chosen = self.random.sample(live, self.random.randint(1, len(live)))
         self.n_mixed += len({p[0] in self.hosted for p in chosen}) > 1
@@ -124,7 +124,7 @@ class Pair:
         assert self.held_bytes(sequence) == n_bytes
 
     def held_bytes(self, sequence: Sequence) -> int:
-        """In both places."""
+        """Return the bytes held in both places together."""
         usage = self.moving.usage()
         assert usage.on_host is not None and usage.on_host.by_sequence.keys() == {s.id for s in self.hosted}
         on_host = usage.on_host.by_sequence[sequence.id].total_bytes if sequence in self.hosted else 0
@@ -199,7 +199,7 @@ def on_host(memory: HybridMemory) -> int:
 
 
 def test_pages_are_where_they_are_said_to_be() -> None:
-    """Every byte of the other place is overwritten, and nothing changes."""
+    """Every byte of the other place is overwritten, and no output changes."""
     model, memory = hosted()
     sequence, other = memory.open(), memory.open()
     memory.run(model, {sequence: list(range(17)), other: list(range(9))})
@@ -274,7 +274,7 @@ def test_tokens_are_dropped_there() -> None:
 
 
 def books(memory: HybridMemory) -> Any:
-    """All of them but which blocks are free."""
+    """Return all books except the lists of free blocks."""
     usage = memory.usage()
     assert usage.on_host is not None
     return [
@@ -320,7 +320,7 @@ def test_a_full_device_refuses_and_changes_nothing() -> None:
 
 
 def test_cached_prefixes_make_room_there() -> None:
-    """Those that are there, and no others: checkpoints on the device would go in vain."""
+    """Only checkpoints in host memory are closed. Closing those on the device would not help."""
     model, memory = hosted(host_pages="3KiB")
     cache = PrefixCache(memory)
     first, second = memory.open(), memory.open()
@@ -400,8 +400,9 @@ def test_check_notices_what_is_in_two_places() -> None:
 
 
 def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is the CPU here, and the host one that has no numbers: only where tensors go, and in which order, is
-    looked at.
+    """The test only looks at where tensors go, and in which order.
+
+    The CPU stands for the device, and a host without numbers for the host.
     """
     spec, calls, moved = AttentionSpec(4, 2, 8), list[str](), Tensor.to
 

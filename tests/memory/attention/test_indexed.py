@@ -1,4 +1,4 @@
-"""Attention to the rows that an index chooses: what is read, and what is refused."""
+"""Attention reads the rows that an index chooses. The tests say which rows are read, and what is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPEC = MemorySpec(((AttentionSpec(6, 2, 4, n_chosen=N_CHOSEN, rotation=UNROTATED
 
 
 class Rows:
-    """Random inputs of a layer for the tokens of one sequence."""
+    """Holds random inputs of a layer for the tokens of one sequence."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -43,7 +43,7 @@ class Rows:
         return {name: x[own] for name, x in self.of.items()}
 
     def expected(self, t: int) -> Tensor:
-        """What token t attends to, by loops."""
+        """Return what token t attends to, computed by loops."""
         products = (self.of["index_k"][: t + 1, 0] @ self.of["index_q"][t].T * 3**-0.5).clamp(min=0)
         best = (products * self.of["weights"][t]).sum(1).argsort(descending=True, stable=True)[:N_CHOSEN].sort().values
         k, v = self.of["k"][best], self.of["v"][best]

@@ -1,4 +1,4 @@
-"""Attention whose values are a part of its keys: one row a token for all heads (DeepSeek-AI 2024, "DeepSeek-V2")."""
+"""In latent attention, values are a part of the keys, in one row for each token (DeepSeek-AI 2024, "DeepSeek-V2")."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ STEPS = (23, 1, 1, 5, 1, 17, 2, 1, 1, 1)
 
 
 class LatentTable:
-    """A model of one attention: what is known of a token is read from tables.
+    """A model of one attention layer, which reads what is known of a token from tables.
 
-    `keys_up` and `values_up` lead from a latent to the keys and values of each head, which are never made here.
+    `keys_up` and `values_up` map a latent to the keys and values of each head. The memory never makes these.
     """
 
     def __init__(self, spec: AttentionSpec = SPEC) -> None:
@@ -39,7 +39,7 @@ class LatentTable:
         return step.select(torch.einsum("thl,hvl->thv", y, self.values_up))
 
     def expected(self, ids: Seq[int], window: int | None = None) -> Tensor:
-        """(T, H, VALUE): keys and values of each head made, and a softmax over all of them."""
+        """Return outputs (T, H, VALUE): make the keys and values of each head, and take a softmax over all of them."""
         ids, (latents, rotary) = list(ids), self.rows.split([LATENT, ROTARY], -1)
         keys = torch.cat([torch.einsum("tl,hnl->htn", latents[ids], self.keys_up), rotary[ids].expand(H, -1, -1)], -1)
         q = torch.cat([self.q_nope, self.q_rotary], -1)[ids].transpose(0, 1)
@@ -85,8 +85,9 @@ def test_each_request_of_a_batch_reads_its_own_latents() -> None:
 
 
 def test_a_page_holds_one_row_a_token() -> None:
-    """DeepSeek-V2's sizes: 576 elements a token and layer, where keys and values of its 128 heads would be 57 times as
-    many.
+    """With DeepSeek-V2's sizes, a token takes 576 elements in each layer.
+
+    Keys and values of its 128 heads would take 57 times as many.
     """
     sizes = {"latent": AttentionSpec(128, 1, 576, value_dim=512), "expanded": AttentionSpec(128, 128, 128)}
     pages = {}
@@ -100,7 +101,7 @@ def test_a_page_holds_one_row_a_token() -> None:
 
 
 def test_layers_of_both_kinds_share_pages() -> None:
-    """Values of one layer must not be looked for where the next one keeps its keys."""
+    """Values of one layer must not be read from where the next layer has its keys."""
     latent, dense = AttentionSpec(2, 1, 8, value_dim=6), AttentionSpec(2, 2, 4)
     spec = MemorySpec(((dense,), (latent,), (dense, replace(latent, name="other"))), vocab_size=8)
     names = ("attention", "attention", "attention", "other")
@@ -127,7 +128,7 @@ def test_layers_of_both_kinds_share_pages() -> None:
 
 
 class Values(EvictionPolicy):
-    """Rows by their values' lengths."""
+    """Ranks rows by the lengths of their values."""
 
     def rank(self, rows, scores):
         assert rows.values.shape == (2, rows.positions.shape[1], 5)
@@ -138,8 +139,9 @@ class Values(EvictionPolicy):
     "policy", [Recent(9, sinks=2, every=4), KNorm(9, every=4), H2O(9, recent=2, every=4), TOVA(9, every=4)], ids=str
 )
 def test_a_policy_chooses_as_if_the_values_were_rows_of_their_own(policy: EvictionPolicy) -> None:
-    """Two key/value heads; what a dense spec of the same keys, given as values too, remembers and answers is the same
-    to the bit.
+    """There are two key/value heads.
+
+    A dense spec gets the same keys and gets their parts as values, too. It keeps the same rows and gives the same bits.
     """
     q, k = torch.randn(N_IDS, 4, 8), torch.randn(N_IDS, 2, 8)
     tokens = torch.randperm(N_IDS)[: sum(STEPS)].tolist()

@@ -1,6 +1,4 @@
-"""Selected groups of rows in few bits against brute force: for each query and head a loop over groups, and a softmax
-over what it reads.
-"""
+"""Selected groups of rows in few bits are compared with brute force, which loops over queries, heads and groups."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def make_model(policy: Quest, storage: Storage | None, n_heads: int, n_kv_heads:
 
 
 def brute_force(model: Table, policy: Quest, storage: Storage, tokens: Seq[int], steps: Seq[int]) -> tuple[Tensor, int]:
-    """Outputs; and how many (query, head, group) were left out."""
+    """Return outputs, and how many (query, head, group) were left out."""
     group = storage.group
     q, k, v = (x[list(tokens)] for x in (model.q, model.k, model.v))
     n_shared, outputs, n_left_out, start = q.shape[1] // k.shape[1], [], 0, 0
@@ -124,7 +122,7 @@ def test_a_block_holds_two_rows_of_keys_more() -> None:
 @pytest.mark.parametrize("kernels", [cpu, reference])
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_each_head_may_read_blocks_of_its_own(kernels: Kernels, storage: Storage) -> None:
-    """What a head gets is what it gets when all heads read its blocks."""
+    """A head gets the same output as if all heads read its blocks."""
     pages, lengths = Pages(6, 2, 24, 4, lengths=(1, 2, 1, 20), histories=(0, 40, 3, 0)), [64, 0, 8, 16]
     folded = folded_rows(storage, lengths, 8, 2, 24, by_channel=True)
     turned = [folded.blocks.flip(0), folded.blocks]

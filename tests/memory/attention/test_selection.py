@@ -1,6 +1,4 @@
-"""Selected pages against brute force: for each query and each head a loop over pages, and a softmax over the rows that
-it may read.
-"""
+"""Selected pages are compared with brute force, which loops over queries, heads and pages."""
 
 from __future__ import annotations
 
@@ -30,8 +28,9 @@ POLICIES = [
 
 
 class Table:
-    """A model of one attention: queries, keys and values of a token are read from tables.
-    `sinks` has one learned sink a head.
+    """A model of one attention layer, which reads queries, keys and values from tables.
+
+    `sinks` has a learned sink for each head.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ def feed(model: Table | Toy, memory: HybridMemory, sequence: Sequence, tokens: S
 
 
 def brute_force(model: Table, policy: Quest, tokens: Seq[int], first: int = 0) -> tuple[Tensor, int]:
-    """Outputs of tokens[first:], each of which selects; and how many (query, head, page) were left out."""
+    """Return outputs of tokens[first:], each of which selects, and how many (query, head, page) were left out."""
     q, k, v = (x[list(tokens)].float() for x in (model.q, model.k, model.v))
     n_shared, outputs, n_left_out = q.shape[1] // k.shape[1], [], 0
     for t in range(first, len(q)):
@@ -167,8 +166,9 @@ def test_a_budget_for_everything_is_dense_attention_to_the_bit(window: int) -> N
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_was_dropped_shared_or_aborted_leaves_no_trace(seed: int) -> None:
-    """Random steps, some not or only partly accepted, rollbacks, forks and reorderings: every output as brute force has
-    it.
+    """Random steps, rollbacks, forks and reorderings give the outputs of brute force.
+
+    Some steps are accepted in part or not at all.
     """
     policy, rng = POLICIES[seed % len(POLICIES)], random.Random(seed)
     model = Table(policy, 3, 1)

@@ -1,4 +1,4 @@
-"""Indexes that choose spans of rows: which rows are read, which keys are kept, and what is refused."""
+"""Indexes choose spans of rows. The tests say which rows are read, which keys are kept, and what is refused."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ SPEC = MemorySpec(((ATTENTION, INDEX),), 9)
 
 
 class Rows:
-    """Random inputs of a layer for the tokens of one sequence. Keys of the index count at the last token of a span."""
+    """Holds random inputs of a layer for the tokens of one sequence.
+
+    Only the index keys of a span's last token count.
+    """
 
     def __init__(self, seed: int, span: int = SPAN) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -45,7 +48,7 @@ class Rows:
         return {name: x[own] for name, x in self.of.items()}
 
     def expected(self, t: int, n_chosen: int = N_CHOSEN) -> Tensor:
-        """What token t attends to, by loops."""
+        """Return what token t attends to, computed by loops."""
         n_spans = (t + 1) // self.span
         keys = self.of["index_k"][self.span - 1 :: self.span, 0][:n_spans]
         products = (keys @ self.of["index_q"][t].T * 4**-0.5).clamp(min=0)

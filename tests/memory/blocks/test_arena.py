@@ -1,4 +1,4 @@
-"""The arena against a plain model: ranges never overlap, counts are right, everything comes back as one range."""
+"""The arena is compared with a plain model: ranges never overlap, and all bytes come back as one range."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def make_pool(arena: Arena, n_units: int, *, from_top: bool = False, name: str =
     return BlockPool(arena, name, n_units * UNIT, from_top=from_top, on_change=lambda address, n_bytes: None)
 
 
-# Random use
+# The tests below use the arena at random.
 
 
 def first_places(used: list[tuple[int, int]], capacity: int, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
-    """Where `n` blocks come to lie: each at the lowest (highest) free address where it fits."""
+    """Return where `n` blocks are placed: each at the lowest (highest) free address where it fits."""
     bounds = [0, *itertools.chain(*used), capacity][:: -1 if from_top else 1]
     places = list[int]()
     for start, end in zip(bounds[::2], bounds[1::2], strict=True):
@@ -40,7 +40,7 @@ def first_places(used: list[tuple[int, int]], capacity: int, n: int, n_bytes: in
 
 
 class Model:
-    """Three pools and what a plain dictionary says about them: (pool, block) -> references."""
+    """Holds three pools, and what a plain dictionary says about them: (pool, block) -> references."""
 
     def __init__(self, capacity_units: int) -> None:
         self.arena = Arena(capacity_units * UNIT)
@@ -68,7 +68,7 @@ class Model:
             self.counts[which, block] = 1
 
     def change(self, choice: int, by: int) -> None:
-        """One reference more or less to one of the blocks in use."""
+        """Add or remove one reference to one of the blocks in use."""
         if not self.counts:
             return
         key = sorted(self.counts)[choice % len(self.counts)]
@@ -115,7 +115,7 @@ def test_any_use_agrees_with_a_plain_model(capacity_units: int, use: list[tuple[
 
 
 def test_a_place_is_found_without_passing_over_what_is_too_short() -> None:
-    """Among four times as many holes, no more is called."""
+    """With four times as many holes, a search makes no more calls."""
 
     def n_calls(n_holes: int) -> int:
         arena = Arena(4 * n_holes * UNIT)
@@ -136,7 +136,7 @@ def test_a_place_is_found_without_passing_over_what_is_too_short() -> None:
     assert n_calls(1000) <= 1.1 * n_calls(250)
 
 
-# Blocks
+# The tests below are about blocks.
 
 
 def test_pages_come_from_the_bottom_and_states_from_the_top() -> None:
@@ -193,7 +193,7 @@ def test_a_capacity_is_rounded_down_to_whole_lines() -> None:
     assert Arena(UNIT - 1).allocate(UNIT, from_top=False) is None
 
 
-# Checks
+# The tests below are about `check()`.
 
 
 @pytest.mark.parametrize("references", [[], [0, 0], [0, 1]])
@@ -231,11 +231,11 @@ def test_check_finds_lost_and_doubled_ranges(ranges: list[tuple[int, int]], mess
         arena.check(ranges)
 
 
-# Budgets
+# The tests below are about budgets.
 
 
 class Counted(int):
-    """An address that counts how often it, or one made from it, is compared with another."""
+    """Is an address that counts how often it, or one made from it, is compared with another."""
 
     n_compared = 0
 
@@ -254,7 +254,7 @@ class Counted(int):
 
 @pytest.mark.parametrize("spoilt", ["heaps", "starts"])
 def test_check_finds_free_ranges_that_are_not_found(spoilt: str) -> None:
-    """One of them is as long as a block, and no longer."""
+    """One of them is exactly as long as a block."""
     arena = Arena(4 * UNIT)
     places = arena.allocate_many(4, UNIT, from_top=False)
     arena.free(places[1], UNIT)
@@ -348,7 +348,7 @@ def test_budgets_that_are_none_are_refused(budget: object) -> None:
         read_budget(budget)  # type: ignore[arg-type]
 
 
-# Layouts and bytes
+# The tests below are about layouts and bytes.
 
 
 def test_fields_start_at_whole_lines() -> None:

@@ -1,4 +1,4 @@
-"""Blocks that are moved together keep their bytes and ids, and no more of them move than has to be."""
+"""Blocks that are moved together keep their bytes and ids, and no more of them move than must."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 
 class Filled:
-    """A store with blocks of three sizes, each filled with a number of its own, of which some were freed."""
+    """Is a store with blocks of three sizes, each filled with a number of its own. Some of them were freed."""
 
     def __init__(self, n_units: int, kinds: list[int], freed: list[bool], *, device: torch.device = CPU) -> None:
         self.store = Store(n_units * UNIT, device, poison=True)
@@ -45,7 +45,7 @@ class Filled:
             self.store.write(pool.addresses[ids], torch.full((1, pool.block_bytes), number, dtype=torch.uint8))
 
     def check(self) -> None:
-        """Every block has its bytes, every free byte is poisoned, and the arena says which are free."""
+        """Assert that every block has its bytes, free bytes are poisoned, and the arena knows which are free."""
         for number, (pool, ids) in enumerate(self.held):
             assert (self.store.read(pool.addresses[ids], pool.block_bytes) == number).all()
         for start, end in zip(*(ends.tolist() for ends in self.store.arena.free_ranges()), strict=True):
@@ -67,7 +67,7 @@ def test_blocks_keep_their_bytes_and_one_free_range_is_large_enough(
     if region is None:
         assert free_bytes < n_asked * UNIT or (ends - starts).max() >= n_asked * UNIT
         return
-    # The bound that the module promises, for free ranges that are each too short.
+    # This is the bound that the module promises, for free ranges that are each too short.
     used_bytes = filled.store.arena.used_bytes
     assert region.used_bytes <= 2 * n_asked * UNIT * used_bytes / (free_bytes - n_asked * UNIT or 1)
     with pytest.MonkeyPatch.context() as patch:
@@ -94,7 +94,10 @@ def test_fixed_blocks_stay(
 @pytest.mark.parametrize("which", ["put", "copy"])
 @pytest.mark.parametrize("is_done", [False, True])
 def test_a_move_that_is_interrupted_has_happened_or_not(which: str, is_done: bool) -> None:
-    """Before or after each change of the bytes, at any move: with less distance than bytes, and with more."""
+    """The interrupt comes before or after each change of the bytes, at any move.
+
+    The distance of the move is smaller or larger than the block.
+    """
     for n in itertools.count():
         filled, calls = Filled(23, [0, 2, 0, 1, 2, 0, 1], [True, False, False, True]), 0
         with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,7 @@
-"""Children of `os.fork` compute as any process if their parent has computed nothing, and otherwise refuse by name."""
+"""If their parent has computed nothing, children of `os.fork` compute like any process.
+
+Otherwise they refuse by name.
+"""
 
 from __future__ import annotations
 

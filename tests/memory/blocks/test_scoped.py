@@ -1,4 +1,4 @@
-"""What holds while a block runs does not hold behind it, wherever an exception has ended it."""
+"""What holds while a block runs does not hold after it, wherever an exception has ended it."""
 
 from __future__ import annotations
 

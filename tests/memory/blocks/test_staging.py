@@ -1,4 +1,4 @@
-"""Arrays on their way to the device. What only a device can show is in `tests/gpu`."""
+"""Arrays are staged on their way to the device. `tests/gpu` has what only a device can show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stage() -> Stage:
 
 
 def test_arrays_of_a_stage_arrive_together_when_it_is_sent(stage: Stage) -> None:
-    """Small ones, an empty one, one of two axes, and one that does not fit beside the others."""
+    """The arrays are small, empty, of two axes, or too large to fit beside the others."""
     arrays = [np.arange(3), np.zeros(0, np.int64), np.arange(12).reshape(3, 4), np.arange(50_000), np.array([7])]
     placed = [stage.add(array, array.size) for array in arrays]
     stage.send()
@@ -43,7 +43,7 @@ def test_a_stage_takes_arrays_as_they_are_when_they_are_added(stage: Stage) -> N
 
 
 def test_a_plan_that_is_handed_over_and_then_fails_leaves_its_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or two steps that are open at the same time would be written over each other."""
+    """Otherwise two steps that are open at the same time would overwrite each other's plans."""
     monkeypatch.setattr(uploads, "is_apart", lambda device: True)
     stages = Stages(HOST)
     with pytest.raises(MemoryError), in_one_copy(stages) as handed_over:
@@ -55,8 +55,9 @@ def test_a_plan_that_is_handed_over_and_then_fails_leaves_its_place_once(monkeyp
 
 
 def test_plans_of_one_layout_lie_at_one_place(stage: Stage) -> None:
-    """Also where one array has grown, as long as it has room; a plan that does not fit has none, and finds more room
-    next time.
+    """This also holds if one array has grown within its room.
+
+    A plan that does not fit has no place, and finds more room the next time.
     """
 
     def plan(*arrays: Int64s, room: int = 8) -> tuple[object, list[int]]:
@@ -97,7 +98,7 @@ def test_on_the_cpu_nothing_is_copied() -> None:
 
 
 class LateStage(Stage):
-    """Until it is sent, every number is an offset far outside of any arena."""
+    """Until this stage is sent, every number is an offset far outside of any arena."""
 
     def add(self, array: Int64s, size: int) -> Tensor:
         return super().add(array, size).fill_(1 << 40)
@@ -105,7 +106,7 @@ class LateStage(Stage):
 
 @pytest.mark.parametrize("name", ["toy", "toy-window", "toy-quest", "toy-4-bit", "toy-h2o"])
 def test_no_plan_reads_what_has_not_been_sent(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device, where a step's arrays go up together when all is planned."""
+    """A device behaves like this stage: a step's arrays are uploaded together, when everything is planned."""
     subject = make_subject(name, tmp_path)
     steps = [subject.tokens(20), *([t] for t in subject.tokens(12, seed=1)), subject.tokens(5, seed=2)]
     taken = list[Stage]()

@@ -22,7 +22,7 @@ def share(table: BlockTable, *pairs: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_any_history_agrees_with_lists(seed: int) -> None:
-    """Appends, replacements of the last block, cuts on both sides and shares, between six slots."""
+    """Six slots append, replace the last block, cut on both sides, and share."""
     rng = np.random.default_rng(seed)
     pool, table = make()
     plain: dict[int, list[int]] = {slot: [] for slot in range(6)}
@@ -33,7 +33,7 @@ def test_any_history_agrees_with_lists(seed: int) -> None:
                 fresh = pool.allocate(n)
                 table.append(slot, fresh)
                 plain[slot] += fresh.tolist()
-            case 2 if plain[slot]:  # A step does so when it appends to a page that others hold as well.
+            case 2 if plain[slot]:  # A step replaces a page when it appends to one that others hold as well.
                 fresh = pool.allocate(1 + n)
                 table.replace(slot, len(plain[slot]) - 1, fresh)
                 pool.release(np.array([plain[slot].pop()]))

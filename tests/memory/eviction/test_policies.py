@@ -1,4 +1,4 @@
-"""Policies against brute force: all rows kept in one array, and masks that say which of them a query may see."""
+"""Policies are compared with brute force: all rows stay in one array, and masks say which of them a query may see."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ STEPS = (23, 1, 1, 1, 1, 5, 1, 17, 2, 1, 1, 1, 1, 1, 1, 1)
 
 
 class Table:
-    """A model of one attention: queries, keys and values of a token are read from tables."""
+    """A model of one attention layer, which reads queries, keys and values of a token from tables."""
 
     def __init__(self, policy: EvictionPolicy | None, n_heads: int, n_kv_heads: int, n_tokens: int = 512) -> None:
         self.memory_spec = MemorySpec(((AttentionSpec(n_heads, n_kv_heads, DIM, policy=policy),),), vocab_size=n_tokens)
@@ -78,7 +78,7 @@ def feed(
 
 
 class BruteForce:
-    """One sequence, from its first token on."""
+    """Is one sequence, from its first token on."""
 
     def __init__(self, model: Table, policy: EvictionPolicy, tokens: Seq[int]) -> None:
         self.policy = policy
@@ -98,7 +98,7 @@ class BruteForce:
         return torch.einsum("hnt,thd->nhd", weights, self.v.repeat_interleave(self.n_shared, 1)).flatten(1)
 
     def weights(self, queries: range, is_seen_GT: Tensor) -> Tensor:
-        """(H, N, T): a softmax over all rows of which most weights are zero."""
+        """Return (H, N, T): a softmax over all rows, of which most weights are zero."""
         scores = (
             torch.einsum("nhd,thd->hnt", self.q[list(queries)], self.k.repeat_interleave(self.n_shared, 1)) * DIM**-0.5
         )
@@ -129,7 +129,7 @@ class BruteForce:
             self.scores = torch.where(candidates, self.scores * policy.decay + by_head.sum(1), 0.0)
             return self.scores
         if isinstance(policy, Scissorhands):
-            # Rows that a query could have seen, had each head kept what this one has.
+            # These are the rows that a query could have seen if each head had kept what this one has.
             n_seen = torch.stack([candidates[0, : i + 1].sum() for i in chunk])
             self.scores = torch.where(
                 candidates, self.scores * policy.decay + (by_head * n_seen[:, None] > 1).sum(1), 0.0
@@ -154,7 +154,7 @@ class BruteForce:
         return torch.arange(len(self.k)).float().expand(len(candidates), -1)
 
     def expected(self, policy: ExpectedAttention, candidates: Tensor, chunk: range) -> Tensor:
-        """As the paper writes it: mean and covariance of the queries."""
+        """Return scores as the paper writes them, with mean and covariance of the queries."""
         q_NHD, scale = self.q[list(chunk)], DIM**-0.5
         mean_HD = q_NHD.mean(0)
         covariance_HDD = torch.einsum("nhd,nhe->hde", q_NHD - mean_HD, q_NHD - mean_HD) / len(q_NHD)
@@ -206,7 +206,10 @@ def toy_outputs(policy: EvictionPolicy | None, window: int) -> torch.Tensor:
 
 
 def assert_no_trace(model: Table, **options: object) -> None:
-    """Two sequences that differ only in tokens that both take back go on alike, to the bit; so do their forks."""
+    """Assert that two sequences continue with the same bits if they differ only in tokens that both take back.
+
+    Their forks must do so, too.
+    """
     prompt, after = torch.randperm(512)[:90].split([40, 50])
     results = []
     for seed in (1, 2):
@@ -232,14 +235,14 @@ def test_what_was_dropped_leaves_no_trace(policy: EvictionPolicy) -> None:
 
 
 class Remembering(Protocol):
-    """A model that makes its own memories."""
+    """Is a model that makes its own memories."""
 
     def __call__(self, step: Step) -> Tensor: ...
     def memory(self) -> HybridMemory: ...
 
 
 def assert_each_as_alone(model: Remembering) -> None:
-    """Four sequences in a batch, of steps of all lengths: the bits of each in a memory of its own."""
+    """Assert that four sequences in a batch, with steps of all lengths, each have the bits of a memory of their own."""
     streams = [torch.randint(0, 512, (60,)).tolist() for _ in range(4)]
     steps = [(20, 1, 9, 30), (7, 7, 1, 45), (1, 30, 28, 1), (33, 1, 1, 25)]
     memory = model.memory()
@@ -300,7 +303,7 @@ def test_a_budget_may_be_a_share_of_the_longest_sequence() -> None:
 
 
 def test_evicted_rows_take_no_bytes() -> None:
-    """A fifth of 4,096 tokens: at most 22 % of the bytes of dense attention, and a tail."""
+    """A fifth of 4,096 tokens takes at most 22 % of the bytes of dense attention, and a tail."""
     n_tokens, usages = 4096, []
     for policy in (None, H2O(n_tokens // 5)):
         model = Table(policy, 4, 4)
@@ -312,7 +315,8 @@ def test_evicted_rows_take_no_bytes() -> None:
     row_bytes = 2 * 4 * DIM * 4
     assert dense.used_bytes == n_tokens * row_bytes
     assert tails <= 66 * (row_bytes + 4 * DIM * 4), "a window, a fold and a little, with queries"
-    # Positions and scores, 8 bytes a row and head, are a lot beside heads of 8 and little beside heads of 64 or 128.
+    # Positions and scores take 8 bytes for each row and head. That is a lot beside heads of 8, and little beside heads
+    # of 64 or 128.
     assert sparse.used_bytes - tails - n_tokens // 5 * 8 * 4 <= 0.22 * dense.used_bytes
 
 
@@ -371,7 +375,7 @@ def test_a_bias_by_distance_needs_every_row() -> None:
 
 
 class Given(EvictionPolicy):
-    """Gives what it was made to give."""
+    """Ranks rows as it was told."""
 
     answers: ClassVar[dict[str, Callable[[Candidates], object]]] = {}
 
@@ -418,7 +422,10 @@ WRONG_ANSWERS: dict[str, tuple[str, Callable[[Candidates], object], str]] = {
 def test_a_policy_that_gives_something_else_is_named_and_nothing_has_happened(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is asked when rows fold, after a layer's attention: the step is left, and its sequence is as it was."""
+    """A policy is asked when rows fold, after a layer's attention.
+
+    The error ends the step, and its sequence is as it was.
+    """
     method, answer, says = WRONG_ANSWERS[what]
     policy, tokens = Given(BUDGET, every=EVERY), list(range(24))
     model = Table(policy, 4, 2)
@@ -457,7 +464,7 @@ def test_a_rank_of_minus_infinity_goes_first(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_model_that_gives_nan_fails_no_step() -> None:
-    """It shows in its own sequence's outputs; the policy, and who shares the step, have nothing to do with it."""
+    """Only the outputs of its own sequence show it. Neither the policy nor other requests of the step are affected."""
     for policy in (KNorm(BUDGET, every=EVERY), H2O(BUDGET, recent=2, every=EVERY)):
         model = Table(policy, 4, 2)
         model.k[5] = torch.nan

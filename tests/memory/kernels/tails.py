@@ -1,4 +1,4 @@
-"""Inputs of recurrences for tests of kernels: parts of rows, and states behind tails."""
+"""Makes inputs of recurrences for tests of kernels: parts of rows, and states behind tails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.memory.kernels.test_kernels import Slots
 
 
 def moved(x: Any, device: torch.device) -> Any:
-    """A copy on the device, of tensors and of tuples of them."""
+    """Return a copy on the device, of tensors and of tuples of them."""
     if isinstance(x, Tensor):
         return x.clone().to(device)
     if isinstance(x, tuple):
@@ -24,14 +24,14 @@ def moved(x: Any, device: torch.device) -> Any:
 
 
 def flats_of(x: Any) -> list[Tensor]:
-    """The arenas in a function's arguments."""
+    """Return the arenas in a function's arguments."""
     if isinstance(x, StateSlots):
         return [x.flat, *(x.tail.flats if x.tail is not None else ())]
     return [flat for part in x for flat in flats_of(part)] if isinstance(x, tuple | list) else []
 
 
 def forget_folded(x: Any) -> None:
-    """Tokens that a state holds already may be in a ring, or not."""
+    """Overwrite ring entries of tokens that the new state already contains. Kernels may write them or not."""
     if not isinstance(x, StateSlots):
         for part in x if isinstance(x, tuple) else ():
             forget_folded(part)
@@ -49,19 +49,19 @@ def forget_folded(x: Any) -> None:
 
 
 def rows_of(n: int, *sizes: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Parts of one wider row, as projections give them: (n, size) each."""
+    """Return parts of one wider row, (n, size) each, as projections do."""
     return list(torch.split(torch.randn(n, sum(sizes) + 3, dtype=torch.float32).to(dtype)[:, 3:], list(sizes), dim=1))
 
 
 def table(dtype: torch.dtype) -> torch.dtype:
-    """Which line of the tolerances a dtype goes by: float16 rounds finer than bfloat16."""
+    """Return which line of the tolerances a dtype uses. Float16 rounds finer than bfloat16."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
 def matrix_rows(
     n: int, n_heads: int, n_groups: int, n_rows: int, n_columns: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v; keys of length 1, so that erasing is stable."""
+    """Return q, k and v. Keys have length 1, so that erasing is stable."""
     q, k, v = rows_of(n, n_groups * n_columns, n_groups * n_columns, n_heads * n_rows)
     k = F.normalize(k.unflatten(1, (n_groups, n_columns)), dim=-1)
     return q.unflatten(1, (n_groups, n_columns)).to(dtype), k.to(dtype), v.unflatten(1, (n_heads, n_rows)).to(dtype)
@@ -71,9 +71,10 @@ def behind_tails(
     shape: tuple[int, ...], rings: tuple[tuple[int, ...], ...], counts: tuple[int, ...], lengths: tuple[int, ...],
     folds: tuple[int, ...], dtype: torch.dtype = torch.float32, *, initial: float = 0.0,
 ) -> StateSlots:  # fmt: skip
-    """Runs behind tails of `counts` tokens, in rings just as long as they must be. A fold of 0 asks for no state.
+    """Return segments behind tails of `counts` tokens, in rings that are just as long as they must be.
 
-    The first state is none; even runs write into their own ring, if there is room in it, others into another.
+    A fold of 0 asks for no state. The first segment has no state. Even segments write into their own ring if it has
+    room, others into another ring.
     """
     n, ring_rows = len(counts), max(max(c + t - f, c) for c, t, f in zip(counts, lengths, folds, strict=True))
     state = Slots(shape, lengths, torch.float32 if len(rings) > 1 else dtype, initial)

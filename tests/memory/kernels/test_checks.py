@@ -1,5 +1,4 @@
-"""What a recurrence gives to kernels is refused by name where it does not fit, before compiled code
-reads past its end."""
+"""A recurrence that passes wrong inputs to kernels gets an error that names them, before any kernel runs."""
 
 from __future__ import annotations
 
@@ -128,7 +127,7 @@ def test_what_does_not_fit_is_refused(what: str, kernels: Kernels) -> None:
 
 
 def test_the_right_inputs_pass() -> None:
-    """What the cases above change one thing of."""
+    """Each of the cases above changes one of these inputs."""
     good = [
         conv(),
         scan(),

@@ -1,6 +1,6 @@
-"""Every kernel against its twin in plain torch, and the twin against torch and transformers, on awkward shapes.
+"""Every kernel is compared with its twin in plain torch, and the twin with torch and transformers, on awkward shapes.
 
-Blocks lie shuffled and apart in an arena full of NaN: a stray read gives NaN, a stray write changes a byte that is
+Blocks are shuffled and apart in an arena full of NaN. A wrong read gives NaN, and a wrong write changes a byte that is
 compared.
 """
 
@@ -67,17 +67,20 @@ def on_host(array: np.ndarray) -> Placed:
 
 
 def poisoned(n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """As the arena poisons: all bits set."""
+    """Return bytes as the arena poisons them: all bits are set."""
     return torch.full((n_elements * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
 
 
 def shuffled_offsets(n_blocks: int, block: int) -> list[int]:
-    """Offsets of blocks in any order, with gaps, none at 0; they end before (2 * n_blocks + 1) * block."""
+    """Return offsets of blocks in any order, with gaps, none at 0.
+
+    They end before (2 * n_blocks + 1) * block.
+    """
     return ((2 * torch.randperm(n_blocks) + 1) * block).tolist()
 
 
 def assert_only_changed(flat: Tensor, before: Tensor, offsets: list[int], n_elements: int) -> None:
-    """All bytes of `flat` except those of the given blocks are as they were, NaN or not."""
+    """Assert that all bytes of `flat` outside of the given blocks are as they were, NaN or not."""
     changed = torch.zeros(len(flat), dtype=torch.bool)
     for offset in offsets:
         changed[offset : offset + n_elements] = True
@@ -87,7 +90,7 @@ def assert_only_changed(flat: Tensor, before: Tensor, offsets: list[int], n_elem
     )
 
 
-# Rows
+# The tests below are about rows.
 
 
 @pytest.mark.parametrize("n_elements", [1, 7, 64])
@@ -119,11 +122,11 @@ def test_rows_are_read_in_any_order_and_from_nowhere_as_initial(kernels: Kernels
     assert torch.equal(flat, torch.arange(40.0)), "the rows are no copy"
 
 
-# Attention
+# The tests below are about attention.
 
 
 class Pages:
-    """Keys and values of several requests in pages, as an arena holds them, and as plain tensors."""
+    """Holds keys and values of several requests, in pages of an arena and as plain tensors."""
 
     def __init__(
         self, n_heads: int, n_kv_heads: int, head_dim: int, page_tokens: int, lengths: tuple[int, ...] = LENGTHS,
@@ -152,7 +155,7 @@ class Pages:
         self.batch = PagedBatch(cumulate(lengths), kv_lengths, table, cumulate(n_pages), page_tokens)
 
     def attend(self, kernels: Kernels, only: int | None = None, window: int | None = None) -> Tensor:
-        """Outputs of all requests, or of one of them alone."""
+        """Return outputs of all requests, or of one of them alone."""
         q, batch = self.q, self.batch
         if only is not None:
             start, end = batch.cu_seqlens[only : only + 2].tolist()
@@ -165,8 +168,9 @@ class Pages:
         return kernels.paged_attention(q, self.arena, self.arena[self.values_at :], batch, self.n_kv_heads, scoring)
 
     def expected(self, window: int = 1 << 30) -> Tensor:
-        """By torch's own attention, with an explicit mask: query j of n sees rows up to n_rows - n + j, at most
-        `window` of them.
+        """Return the outputs of torch's own attention with an explicit mask.
+
+        Query j of n sees rows up to n_rows - n + j, and at most `window` of them.
         """
         outputs = []
         for i, (k, v) in enumerate(self.rows):
@@ -205,7 +209,7 @@ def test_attention_over_a_window_is_masked_attention(window: int) -> None:
     "softcap, has_sinks, n_distances", [(0.7, False, 0), (None, True, 0), (2.0, True, 30), (None, False, 1000)]
 )
 def test_capped_scores_sinks_and_biases(softcap: float | None, has_sinks: bool, n_distances: int, window: int) -> None:
-    """By the definition: scores capped, a bias by distance, one more column without a value."""
+    """By definition, scores are capped, get a bias by distance, and have one more column without a value."""
     pages = Pages(6, 2, 8, page_tokens=4)
     pages.softcap, pages.sinks = softcap, torch.randn(6) if has_sinks else None
     pages.bias = torch.randn(6, n_distances) if n_distances else None
@@ -233,7 +237,7 @@ def test_capped_scores_sinks_and_biases(softcap: float | None, has_sinks: bool, 
 @pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])
 @pytest.mark.parametrize("n_distances", [1, 9, 200])
 def test_each_query_may_have_its_own_bias(kernels: Kernels, n_distances: int) -> None:
-    """A query gets what it would get if all queries had its bias; requests of few queries and of many."""
+    """A query gets the same as if all queries had its bias, in requests of few queries and of many."""
     pages = Pages(6, 2, 20, page_tokens=4, lengths=(1, 3, 40), histories=(130, 0, 70))
     biases = torch.randn(len(pages.q), 6, n_distances)
     pages.bias = biases
@@ -244,7 +248,7 @@ def test_each_query_may_have_its_own_bias(kernels: Kernels, n_distances: int) ->
 
 
 def test_rows_before_the_window_are_not_read() -> None:
-    """Poisoned, they would show: of the longest history, everything but the last window is NaN."""
+    """Everything before the last window of the longest history is NaN, so any read would show."""
     pages = Pages(6, 2, 8, page_tokens=4, lengths=(1, 20), histories=(130, 130))
     row, window = 2 * 8, 24
     for i in range(2):
@@ -257,7 +261,7 @@ def test_rows_before_the_window_are_not_read() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """How many bytes the largest tensor has that is made."""
+    """Tells how many bytes the largest tensor has that was made."""
 
     n_bytes = 0
 
@@ -280,7 +284,7 @@ class Largest(TorchDispatchMode):
 def test_attention_needs_no_more_bytes_the_more_rows_there_are(
     kernels: Kernels, dtype: torch.dtype, softcap: float | None, window: int | None
 ) -> None:
-    """Neither for the rows behind, nor for queries, beside what they are and give."""
+    """Neither old rows nor queries need more bytes than inputs and outputs have."""
     for lengths, histories in (((100,), (30_000,)), ((3_000,), (0,))):
         pages = Pages(2, 1, 2, 64, lengths, histories, dtype)
         pages.softcap = softcap
@@ -296,7 +300,7 @@ def test_attention_needs_no_more_bytes_the_more_rows_there_are(
 def test_attention_in_blocks_is_attention(
     kernels: Kernels, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever blocks there are of queries and of rows."""
+    """The blocks of queries and of rows may have any size."""
     pages = Pages(6, 2, 8, 4, lengths=(17, 60, 130), histories=(1_200, 0, 1_100))
     whole = pages.expected(window or 1 << 30)
     for queries, rows in ((1024, 1024), (16, 16), (32, 100)):
@@ -333,7 +337,7 @@ def test_attention_takes_queries_that_are_a_view(kernels: Kernels) -> None:
 
 
 def test_attention_survives_scores_far_apart() -> None:
-    """Thousands apart; whole numbers, so that no rounding decides between them."""
+    """Scores are thousands apart. They are whole numbers, so that no rounding decides between them."""
     pages = Pages(n_heads=2, n_kv_heads=1, head_dim=8, page_tokens=4)
     pages.q, pages.arena, pages.rows = (
         pages.q.round() * 1000,
@@ -367,12 +371,13 @@ def test_attention_in_16_bits_is_close_to_float32(
     assert_kernel_close(actual, pages.expected(), BFLOAT16)
 
 
-# Recurrences
+# The tests below are about recurrences.
 
 
 class Slots:
-    """States of several runs in an arena: none yet, in place, from one block to another, and one block read by two
-    runs.
+    """Holds states of several segments in an arena.
+
+    A state is new, stays in place, moves from one block to another, or is read by two segments.
     """
 
     def __init__(
@@ -394,7 +399,7 @@ class Slots:
         self.flat = self.before.clone()
 
     def fresh(self, only: int | None = None) -> StateSlots:
-        """The arena as it was in the beginning, with all runs or one of them alone."""
+        """Return the arena as it was in the beginning, with all segments or one of them alone."""
         self.flat = self.before.clone()
         chosen = slice(None) if only is None else slice(only, only + 1)
         sources, targets = (torch.tensor(offsets[chosen]) for offsets in (self.sources, self.targets))
@@ -412,7 +417,7 @@ class Slots:
         return state.reshape(self.shape)
 
     def ends(self) -> Tensor:
-        """(S, *shape): what the targets hold now."""
+        """Return (S, *shape): what the targets hold now."""
         return torch.stack([self.flat[target : target + self.n_elements] for target in self.targets]).reshape(
             -1, *self.shape
         )
@@ -429,7 +434,7 @@ def make_conv(
 
 
 def make_scan(n_channels: int, n_states: int) -> tuple[Tensor, ...]:
-    """x, dt, dt's bias, B, C, A, D as a trained layer has them: A < 0."""
+    """Return x, dt, dt's bias, B, C, A and D as a trained layer has them, with A < 0."""
     n = sum(LENGTHS)
     x, d = torch.randn(n, n_channels), torch.randn(n_channels)
     b, c = torch.randn(n, n_states), torch.randn(n, n_states)
@@ -519,7 +524,7 @@ def test_recurrences_are_the_same_bits_alone_and_among_others() -> None:
 
 
 def test_threads_change_no_bit() -> None:
-    """The suite runs on one thread; enough work for several must give the same."""
+    """The suite runs on one thread. Here there is enough work for several threads, which must give the same bits."""
     pages, states, inputs = (
         Pages(n_heads=6, n_kv_heads=2, head_dim=64, page_tokens=16),
         Slots((16, 200)),
@@ -540,7 +545,7 @@ def test_threads_change_no_bit() -> None:
 
 @pytest.mark.parametrize("at", range(0, 64, 7))
 def test_recurrences_may_be_cut_anywhere(at: int) -> None:
-    """One run of 65 rows, and the same rows in two runs one after the other: the same bits."""
+    """One segment of 65 rows has the same bits as two segments, one after the other, with the same rows."""
     x, dt, dt_bias, b, c, a, d = (t[:65] if len(t) == sum(LENGTHS) else t for t in make_scan(n_channels=24, n_states=5))
     rows, weight, bias = make_conv(24, 4, has_bias=True)
     cuts = (slice(0, at + 1), slice(at + 1, 65))
@@ -613,7 +618,7 @@ def test_convolution_in_16_bits_is_close_to_float32(kernels: Kernels, dtype: tor
     assert torch.equal(ends.float(), slots.ends())
 
 
-# Any recurrence
+# The tests below run any recurrence.
 
 
 def blend(states: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -656,7 +661,7 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
             assert_kernel_close(s.ends()[i].float(), expected[0].to(s.before.dtype).float())
 
 
-# Choice of kernels, and vector math
+# The tests below are about the choice of kernels, and vector math.
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
-"""Rows whose score is -inf take no weight, wherever they lie; a query none of whose rows has another
-gets NaN: 0 / 0."""
+"""Rows whose score is -inf take no weight, wherever they are.
+
+A query that sees only such rows gets NaN, which is 0 / 0.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ INF = torch.inf
 
 
 def _hidden(begin: int, end: int, heads: slice = slice(None)) -> Callable[[], Tensor]:
-    """A bias that hides rows at these distances from their query."""
+    """Return a bias that hides rows at these distances from their query."""
 
     def make() -> Tensor:
         bias = torch.randn(N_HEADS, N_DISTANCES)
@@ -45,13 +47,13 @@ SINKS = {
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:
-    """Close, and NaN where that is expected."""
+    """Assert that results are close, and NaN where that is expected."""
     assert torch.equal(actual.isnan(), expected.isnan())
     assert_kernel_close(actual.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
 
 
 def hide_keys_(pages: Pages) -> None:
-    """Scores of -inf by their keys: every other row of the first 100, and blocks of 64."""
+    """Make keys whose scores are -inf: every other row of the first 100, and blocks of 64."""
     pages.q.abs_()
     for first, last in zip(pages.batch.cu_pages[:-1].tolist(), pages.batch.cu_pages[1:].tolist(), strict=True):
         for page in pages.batch.pages[first:last][:20].tolist():
@@ -74,7 +76,7 @@ def test_attention_over_pages(bias: str, softcap: float | None, sinks: str) -> N
 
 
 def test_what_nothing_is_paid_to() -> None:
-    """By the definition: NaN without sinks, which is 0 / 0; zeros where a sink takes all the weight."""
+    """By definition, the result is 0 / 0 = NaN without sinks. A sink takes all the weight, and then it is zeros."""
     pages = Pages(2, 1, 8, page_tokens=4, lengths=(1, 20), histories=(70, 0))
     pages.bias = torch.full((2, 1), -INF)
     for kernels in (cpu, reference):
@@ -110,7 +112,7 @@ def test_rows_that_a_storage_keeps(storage: Storage, bias: str, sinks: str) -> N
 @pytest.mark.parametrize("n_queries, n_rows", [(1, 200), (16, 150), (40, 150)])
 @pytest.mark.parametrize("bias", BIASES)
 def test_rows_at_hand(bias: str, n_queries: int, n_rows: int) -> None:
-    """As evicting attention reads them, and each head pages of its own."""
+    """Evicting attention reads such rows, and each head has pages of its own."""
     q, (k, v) = torch.randn(n_queries, N_HEADS, 16), torch.randn(2, n_rows, 3, 16)
     scoring = Scoring(0.3, bias_HL=BIASES[bias]())
     assert_same(cpu.attend_rows(q, k, v, scoring), reference.attend_rows(q, k, v, scoring))
@@ -118,7 +120,7 @@ def test_rows_at_hand(bias: str, n_queries: int, n_rows: int) -> None:
 
 @pytest.mark.parametrize("kernels", [cpu, reference])
 def test_pages_of_each_head(kernels: Kernels) -> None:
-    """As `Quest` reads them: of one head the first pages hold nothing but keys that score -inf."""
+    """`Quest` reads such pages. The first pages of one head have only keys that score -inf."""
     rows_GRD, q = torch.randn(2, 140, 8), torch.randn(1, 4, 8).abs()
     rows_GRD[1, :128] = -INF
     keys, values = rows_GRD.reshape(-1), torch.randn(2, 140, 8).reshape(-1)

@@ -1,6 +1,4 @@
-"""The kernel that chooses pages, and attention where each head reads pages of its own, against loops over heads and
-pages.
-"""
+"""The kernel that chooses pages, and attention over pages of each head, are compared with loops over both."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ COUNTS = ((9, 4), (1, 1), (130, 40), (3, 3), (40, 3), (65, 64))
 
 
 class Bounds:
-    """Whole numbers, so that no rounding decides and many pages score the same; NaN where nobody may look."""
+    """Holds whole numbers, so that no rounding decides and many pages have equal scores. Unused places are NaN."""
 
     def __init__(self, n_shared: int, n_kv_heads: int, head_dim: int) -> None:
         n_pages, size = [n for n, _ in COUNTS], n_kv_heads * head_dim

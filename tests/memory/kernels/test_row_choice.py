@@ -1,4 +1,4 @@
-"""The kernel that chooses rows by the keys of an index, against loops over rows."""
+"""The kernel that chooses rows by the keys of an index is compared with loops over rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BOTH = pytest.mark.parametrize("kernels", [cpu, reference])
 
 
 class Keys:
-    """Whole numbers, so that no rounding decides and many rows score the same; NaN where nobody may look."""
+    """Holds whole numbers, so that no rounding decides and many rows have equal scores. Unused places are NaN."""
 
     def __init__(self, n_heads: int, head_dim: int, page_tokens: int) -> None:
         n_pages = [-(-n // page_tokens) for n in LENGTHS]

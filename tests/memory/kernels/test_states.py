@@ -1,4 +1,4 @@
-"""The kernels of matrix-valued and channel-wise states against their twins, and the twins against transformers."""
+"""Kernels of matrix-valued and channel-wise states are compared with their twins, and the twins with transformers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_matrix_scan(
     erases: bool = False,
     after_decay: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Erase | None]:
-    """q, k, v as parts of one wider row, as projections give them; keys of length 1, so that erasing is stable."""
+    """Return q, k and v as parts of one wider row, as projections do. Keys have length 1, so that erasing is stable."""
     sizes = [n_groups * n_columns, n_groups * n_columns, n_heads * n_rows]
     q, k, v = torch.split(torch.randn(N, sum(sizes) + 3)[:, 3:], sizes, dim=1)
     q, v = q.unflatten(1, (n_groups, n_columns)), v.unflatten(1, (n_heads, n_rows))
@@ -110,7 +110,7 @@ def test_linear_scan_by_hand() -> None:
 
 
 class WkvSlots:
-    """Three states of the channels, at places of their own."""
+    """Holds the three states of the channels, at places of their own."""
 
     def __init__(self, n_channels: int) -> None:
         self.parts = [Slots((n_channels,), initial=initial) for initial in (0.0, 0.0, -1e38)]
@@ -122,7 +122,7 @@ class WkvSlots:
 
 
 def make_wkv(n_channels: int) -> tuple[Tensor, ...]:
-    """k of any size: exponents must not overflow."""
+    """Return inputs with k of any size. Exponents must not overflow."""
     return (
         40 * torch.randn(N, n_channels),
         torch.randn(N, n_channels),
@@ -132,7 +132,7 @@ def make_wkv(n_channels: int) -> tuple[Tensor, ...]:
 
 
 def make_gates(n_heads: int) -> tuple[Tensor, Tensor]:
-    """Exponents so far apart that exp of them alone would overflow, and logarithms of decays."""
+    """Return exponents so far apart that exp would overflow, and logarithms of decays."""
     return 30 * torch.randn(N, n_heads), -40 * torch.rand(N, n_heads)
 
 
@@ -211,7 +211,10 @@ def test_matrix_scan_is_the_same_bits_alone_and_among_others(mode: dict[str, boo
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: " ".join(m) or "plain")
 def test_rows_of_a_matrix_are_the_same_bits_in_fours_and_alone(mode: dict[str, bool]) -> None:
-    """Seven rows: the kernel takes four at once and the others alone. Turned around, other rows are the four."""
+    """The kernel takes four of the seven rows at once, and the others alone.
+
+    In reverse order, it takes other rows at once.
+    """
     (q, k, v, decay, erase), forth, back = make_matrix_scan(2, 1, 7, 24, **mode), Slots((2, 7, 24)), Slots((2, 7, 24))
     back.before, back.sources, forth.sources = forth.before, [-1] * len(LENGTHS), [-1] * len(LENGTHS)
     y = cpu.matrix_scan(q, k, v, decay, erase, forth.fresh())
@@ -313,7 +316,7 @@ def test_a_family_is_registered_once() -> None:
 
 
 def test_weights_that_do_not_fit_are_refused_before_anything_is_written() -> None:
-    """Compiled code does not look where it writes: a wider convolution would write into another sequence's state."""
+    """Compiled code does not check where it writes. A wider convolution would write into another sequence's state."""
     memory = HybridMemory(MemorySpec(((short_conv_spec(16, 2),),), 9), "1MiB", rollback_window=0)
     a, b = memory.open(), memory.open()
     for sequence, n_taps in ((a, 2), (b, 4), (b, 2)):
@@ -356,7 +359,7 @@ def test_an_exponent_is_never_rounded() -> None:
 
 @pytest.mark.parametrize("family", one_in(4, FAMILIES))
 def test_states_of_16_bits_begin_and_go_on_as_in_plain_torch(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some states of a family keep their dtype, so that one kernel gets copies of some and others in place."""
+    """Some states of a family keep their dtype. So one kernel gets copies of some states, and others in place."""
     toy = FamilyToy(FAMILIES[family])
 
     def run(kernels: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention of trees of draft tokens: a query sees its sequence and its path, whatever else is stored beside it."""
+"""In a tree of draft tokens, a query sees its sequence and its path, whatever else is stored beside them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def path_to(node: int, parents: list[int]) -> list[int]:
 
 
 class Case:
-    """Pages, shuffled in an arena full of NaN, of three requests with trees."""
+    """Holds pages of three requests with trees, shuffled in an arena full of NaN."""
 
     def __init__(self, n_kv_heads: int, n_groups: int, head_dim: int, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -56,7 +56,7 @@ class Case:
         )  # fmt: skip
 
     def expected(self, scoring: Scoring) -> Tensor:
-        """As chains: each query is the last of its path, and all rows that it sees are in order."""
+        """Compute by chains: each query is the last of its path, and the rows that it sees are in order."""
         found, t = [], 0
         for i, parents in enumerate(PARENTS):
             for node in range(len(parents)):
@@ -96,7 +96,7 @@ def test_trees_in_16_bits_are_close_to_float32() -> None:
 
 @pytest.mark.parametrize("n_kv_heads", [1, 2])
 def test_on_a_gpu_each_query_is_a_request_of_single_rows(n_kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut into calls that read few rows, with the attention over pages of the twin, which needs no device."""
+    """The twin's attention over pages stands for the device. Calls are cut so that each reads few rows."""
     tree_attention = pytest.importorskip("hybridmem.memory.kernels.cuda.tree_attention")
     monkeypatch.setattr(tree_attention, "paged_attention", reference.paged_attention)
     monkeypatch.setattr(tree_attention, "_MOST_ROWS", 300)

@@ -1,4 +1,4 @@
-"""A memory shown live: the numbers of the pictures, drawn only when something has changed, beside steps that run."""
+"""A live picture has the numbers of `usage()`, and is drawn only when something has changed, while steps run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures, by what is drawn: bars, boxes and labels that are the numbers of `usage()`."""
+"""Pictures draw bars, boxes and labels with the numbers of `usage()`."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from matplotlib.text import Text  # noqa: E402
 
 
 def texts(figure: Figure) -> list[Text]:
-    """All that can be read, but for ticks, which matplotlib thins out by itself."""
+    """Return all text of a picture, without ticks, because matplotlib thins these out by itself."""
     ticks = {id(label) for ax in figure.axes for label in (*ax.get_xticklabels(), *ax.get_yticklabels())}
     return [t for t in figure.findobj(Text) if t.get_text() and t.get_visible() and id(t) not in ticks]
 
 
 def assert_legible(figure: Figure) -> None:
-    """It can be drawn, in a notebook too; no text lies over another one or leaves the picture."""
+    """Assert that a picture can be drawn, in a notebook too, and that no text covers another or leaves the picture."""
     assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
     assert isinstance(figure, Figure) and figure.get_facecolor()[3] == 0, "what is behind it shines through"
     figure.draw_without_rendering()
@@ -44,11 +44,11 @@ def assert_legible(figure: Figure) -> None:
         assert figure.bbox.padded(2).x0 <= box.x0 and box.x1 <= figure.bbox.padded(2).x1, name
 
 
-# The arena
+# The tests below draw the arena.
 
 
 def boxes(ax: Axes, label: str) -> Iterator[float]:
-    """Widths, in bytes."""
+    """Return widths, in bytes."""
     for collection in ax.collections:
         if isinstance(collection, PolyCollection) and collection.get_label() == label:
             for path in collection.get_paths():
@@ -110,7 +110,7 @@ def test_ten_thousand_blocks_are_rows_without_numbers() -> None:
     assert_legible(figure)
 
 
-# Layers
+# The tests below draw layers.
 
 
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "nothing"])
@@ -132,7 +132,10 @@ def test_rows_of_layers_hold_what_the_sequence_holds(name: str, fold: str) -> No
 
 
 def test_the_map_of_layers_has_a_bar_for_each_part() -> None:
-    """40 tokens and 9: bodies of recurrences end at 40, where the horizon is; layer 3 remembers nothing."""
+    """The sequences have 40 tokens and 9 tokens.
+
+    Bodies of recurrences end at 40, where the horizon is. Layer 3 remembers nothing.
+    """
     memory = make(HYBRID, fold="keep")
     a = family(memory)["a"]
     figure, rows = layer_map(memory, a), layer_rows(memory, a)
@@ -160,8 +163,9 @@ def test_the_map_of_layers_has_a_bar_for_each_part() -> None:
 
 
 def test_a_state_that_is_stale_after_a_rollback_is_drawn_as_that() -> None:
-    """Its bytes are in the table, so its mark is in the picture, hollow and at the newest position; the next step fills
-    it again.
+    """The table still counts its bytes. So the picture has a hollow mark for it at the newest position.
+
+    The next step fills the mark again.
     """
     memory = make(HYBRID, fold="replay")
     s = memory.open()
@@ -217,11 +221,11 @@ def test_layers_of_sequences_that_are_empty_swapped_closed_or_foreign() -> None:
             layer_map(memory, wrong)
 
 
-# Forks
+# The tests below draw forks.
 
 
 def test_the_tree_of_forks_shares_all_bytes_out() -> None:
-    """Checkpoint 1 and fork 2 of sequence 0 agree on 40 tokens; the others are alone."""
+    """Checkpoint 1 and fork 2 of sequence 0 agree on 40 tokens. The others share nothing."""
     memory = make(HYBRID, fold="keep")
     known = family(memory)
     figure, usage = fork_tree(memory), memory.usage()
@@ -287,11 +291,11 @@ def test_no_sequences() -> None:
     assert fork_tree(memory).get_suptitle() == "0 sequences and checkpoints"
 
 
-# Names, and matplotlib
+# The tests below are about names, and matplotlib.
 
 
 def test_names_are_no_formulas() -> None:
-    """matplotlib reads text between dollar signs as a formula, and refuses bad ones."""
+    """Matplotlib would read text between dollar signs as a formula, and refuse bad ones."""
     spec = replace(HYBRID, model=HOSTILE).with_policy(Hostile(8, sinks=1), layers=[1])
     spec = replace(spec, layers=(*spec.layers, (replace(DENSE, name=HOSTILE),)))
     memory = make(spec)

@@ -1,4 +1,7 @@
-"""What a cache keeps outside of the budget is bounded, and what is worth least makes room; what is there is found."""
+"""What a cache keeps outside of the budget is bounded, and what is worth least makes room.
+
+What is there is found.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,10 @@ def test_what_is_larger_than_all_room_outside_is_closed(toy: Subject) -> None:
 
 
 def test_a_full_host_takes_room_from_what_is_cached(toy: Subject) -> None:
-    """A sequence that is swapped out needs host memory that checkpoints hold: as few of them as will do are closed."""
+    """A sequence that is swapped out needs host memory that checkpoints hold.
+
+    No more of them are closed than needed.
+    """
     n_bytes = bytes_of_one(toy)
     with toy.memory(WINDOW, host_budget=3 * n_bytes) as memory:
         cache = PrefixCache(memory, grid_tokens=0, max_bytes=4 * n_bytes)
@@ -86,7 +92,10 @@ def test_a_full_host_takes_room_from_what_is_cached(toy: Subject) -> None:
 
 
 def test_what_takes_longer_to_read_than_to_compute_is_not_kept_outside(toy: Subject, tmp_path: Path) -> None:
-    """The speed of reading is known once something was read back; before that everything is kept."""
+    """The cache knows how fast reading is once something was read back.
+
+    Until then it keeps everything.
+    """
     with toy.memory(WINDOW, host_budget=1, swap_dir=tmp_path) as memory:
         cache = PrefixCache(memory, grid_tokens=0, max_bytes="1GiB")
         cache.note_speed(1e-12)
@@ -119,7 +128,10 @@ def test_a_folder_that_is_loaded_twice_adds_nothing(toy: Subject, tmp_path: Path
 def test_what_is_loaded_gives_way_in_the_order_of_its_worth(
     toy: Subject, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A token more may take a block more: worth a byte falls where tokens saved rise."""
+    """One more token may take one more block.
+
+    Then a checkpoint saves more tokens, but is worth less for each byte.
+    """
     monkeypatch.setattr("hybridmem.memory.prefix.eviction_rank._COMPUTED_AT_ONCE", 1)
     with toy.memory(WINDOW) as memory:
         cache = PrefixCache(memory, grid_tokens=0)

@@ -1,4 +1,4 @@
-"""The prefix cache against a plain list of prompts; and that a reused prefix gives what a fresh run gives."""
+"""The prefix cache is compared with a plain list of prompts. A reused prefix gives what a fresh run gives."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def prefill(
     subject: Subject, cache: PrefixCache, tokens: list[int], marks: tuple[int, ...] = ()
 ) -> tuple[Sequence, torch.Tensor]:
-    """As an engine does: the sequence, which then stands at the end, and the logits of its last token."""
+    """Prefill as an engine does. Return the sequence after the prompt, and the logits of its last token."""
     sequence, lookup = cache.open(tokens)
     assert sequence.tokens.tolist() == tokens[: lookup.reused] and lookup.reused < len(tokens)
     at, logits = lookup.reused, torch.empty(0)
@@ -55,8 +55,9 @@ def common(a: list[int], b: list[int]) -> int:
 
 @pytest.mark.parametrize("seed", range(pick(1, 3)))
 def test_random_prompts_are_continued_as_fresh_ones(subject: Subject, seed: int) -> None:
-    """Prompts that part from earlier ones anywhere: outputs as in a memory of their own, lookups as a list of prompts
-    says.
+    """Prompts part from earlier ones anywhere.
+
+    Outputs are those of a memory of their own, and lookups are those of a list of prompts.
     """
     rng, memory = random.Random(seed), subject.memory(WINDOW)
     cache, seen = PrefixCache(memory, grid_tokens=16), list[list[int]]()
@@ -86,7 +87,7 @@ def test_random_prompts_are_continued_as_fresh_ones(subject: Subject, seed: int)
 
 
 def test_where_prompts_part_twice_states_are_kept(subject: Subject) -> None:
-    """Nobody marks the shared part: the second prompt finds where it ends, the third reuses all of it."""
+    """Nobody marks the shared part. The second prompt finds where it ends, and the third reuses all of it."""
     shared, cache = subject.tokens(50), PrefixCache(subject.memory(WINDOW), grid_tokens=0)
     reused = []
     for seed in range(1, 5):
@@ -119,7 +120,10 @@ def test_the_same_prompt_again_costs_one_token(subject: Subject) -> None:
 
 @pytest.mark.parametrize("kind", ["toy-h2o", "toy-4-bit", "toy-attention-recent-2-bit"])
 def test_a_hit_sees_the_rows_of_its_own_length(kind: str, tmp_path: Path) -> None:
-    """A prompt that parts from a longer one within the window: the longer one had folded rows that it still sees."""
+    """A prompt parts from a longer one within the window.
+
+    The longer one had folded rows that the prompt still sees.
+    """
     subject = make_subject(kind, tmp_path)
     for n_tokens in range(40, 48):
         cache, tokens = PrefixCache(subject.memory(WINDOW), grid_tokens=0), subject.tokens(n_tokens)
@@ -160,7 +164,7 @@ def test_cuts_are_where_prompts_part_where_marks_are_and_on_the_grid(tmp_path: P
 
 
 def test_checkpoints_make_room_and_never_cause_a_refusal(subject: Subject) -> None:
-    """A memory full of cached prefixes takes whatever an empty one takes; what is worth least goes first."""
+    """A memory full of cached prefixes takes all that an empty one takes. What is worth least is closed first."""
     need = subject.memory(WINDOW)
     subject.feed(need, need.open(), [subject.tokens(60)])
     budget = 3 * need.usage().used_bytes
@@ -238,7 +242,7 @@ def test_owners_find_what_is_theirs_as_if_each_had_a_cache_alone(tmp_path: Path)
 
 
 class Owner:
-    """Whose prompts they are; unlike a name, it shows when nothing refers to it any more."""
+    """Is the owner of prompts. Unlike a name, it shows when nothing refers to it any more."""
 
 
 @pytest.mark.parametrize("way", ["reclaim", "clear", "close"])

@@ -1,4 +1,4 @@
-"""A list of checkpoints that contradicts itself is refused whole: nothing of it is left in the memory."""
+"""A list of checkpoints that contradicts itself is refused whole, and leaves nothing in the memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Subject:
 
 @pytest.fixture(scope="module")
 def folder(toy: Subject, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of one prompt, one behind the other: at 8, 16 and 20 tokens."""
+    """Save checkpoints of one prompt at 8, 16 and 20 tokens."""
     place = tmp_path_factory.mktemp("saved")
     with toy.memory(WINDOW) as memory:
         cache = PrefixCache(memory, grid_tokens=8)

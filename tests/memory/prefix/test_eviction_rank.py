@@ -1,4 +1,4 @@
-"""Which checkpoint gives way: the one that a look at every single one would choose."""
+"""The checkpoint that gives way is the one that a search through all of them would choose."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from tests.toy import VOCAB, Toy
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_order_is_that_of_all_values(seed: int) -> None:
-    """While checkpoints come, go, are used and save other numbers of tokens; the older one of equals first."""
+    """Checkpoints come, go, are used, and save other numbers of tokens meanwhile.
+
+    Of equal ones, the older gives way first.
+    """
     generator, memory = random.Random(seed), HybridMemory(Toy().memory_spec, "1MiB", device="meta")
-    ranking, known = Ranking(), dict[Sequence, list[int]]()  # saved, held, used at, private
+    # The four numbers are `saved`, `held`, `used_at` and `private`.
+    ranking, known = Ranking(), dict[Sequence, list[int]]()
     for clock in range(400):
         held = generator.randint(1, 4)
         mark = memory.open()
@@ -41,8 +45,9 @@ def test_the_order_is_that_of_all_values(seed: int) -> None:
 
 @pytest.mark.parametrize("attention", [True, False])
 def test_a_cache_evicts_what_is_worth_least(attention: bool) -> None:
-    """Conversations that share beginnings; the expected order is made of nothing but tokens and the memory's own
-    account of bytes.
+    """Conversations share beginnings.
+
+    The expected order is computed only from tokens and the memory's own account of bytes.
     """
     generator, memory = (
         random.Random(1),

@@ -1,4 +1,4 @@
-"""An exception anywhere in a prefix cache: its books say what its checkpoints are, and no checkpoint is left over."""
+"""After an exception anywhere in a prefix cache, its books describe its checkpoints, and no checkpoint is left over."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPTS = [[1] * 9, [1] * 6 + [2] * 6, [1] * 6 + [2] * 3 + [3] * 4, [4] * 7]
 
 
 class Scene:
-    """A cache with a few prompts of two owners, one of them outside of the budget, and a sequence to insert."""
+    """Holds a cache with prompts of two owners, one of them outside of the budget, and a sequence to insert."""
 
     def __init__(self, spec: MemorySpec = SPEC, model: Toy | None = None) -> None:
         ticks = itertools.count()

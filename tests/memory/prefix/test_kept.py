@@ -1,4 +1,4 @@
-"""A prefix cache keeps checkpoints to the token, the byte and the second, and leaves nothing when it is gone."""
+"""A prefix cache counts checkpoints to the token, the byte and the second, and leaves nothing when it is closed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ def cached(cache: PrefixCache, n: int) -> list[int]:
 
 
 def test_tokens_of_prefixes_take_a_quarter_of_what_checkpoints_may() -> None:
-    """With what may lie outside, and no less than that: one prompt more, and one of them goes."""
+    """Token ids may take a quarter of the budget and of the bytes outside.
+
+    The cache uses all of that. With one prompt more, it closes a checkpoint.
+    """
     for max_bytes in (0, 32 << 10):
         own = HybridMemory(Toy(attention=False).memory_spec, "64KiB", rollback_window=4, device="meta")
         cache = PrefixCache(own, max_bytes=max_bytes)
@@ -94,7 +97,10 @@ def test_lives_go_on_where_checkpoints_are_loaded_and_brought_back(tmp_path: Pat
 
 
 def test_a_full_budget_passes_over_what_it_cannot_bring_back() -> None:
-    """The nearest checkpoint that is in the budget serves; without any the prompt begins anew."""
+    """Instead, the nearest checkpoint in the budget serves.
+
+    If there is none, the prompt is computed from its beginning.
+    """
     memory = make("128KiB")
     cache = PrefixCache(memory, grid_tokens=0, max_bytes="8MiB")
     insert(cache, [1] * 200)
@@ -139,7 +145,10 @@ def test_what_is_computed_again_is_inside_again_with_its_priority() -> None:
 def test_a_checkpoint_is_worth_the_tokens_behind_the_one_above_it(
     comes_back: bool, order: tuple[int, int, int]
 ) -> None:
-    """Of states of one size: 24 tokens behind 20 are worth 4, less than 6; and 24 once those above are gone."""
+    """All states have one size.
+
+    A checkpoint of 24 tokens after one of 20 saves 4, which is less than 6. It saves 24 once those above it are gone.
+    """
     clock, spec = [0.0], Toy(attention=False).memory_spec
     prompts = [[1] * 20, [1] * 20 + [2] * 4, [3] * 6]
     for is_gone in (False, True):
@@ -161,7 +170,10 @@ def test_a_checkpoint_is_worth_the_tokens_behind_the_one_above_it(
 
 
 def test_what_frees_nothing_gives_way_only_for_what_is_missing() -> None:
-    """A checkpoint whose sequence goes on to hold all of it; what is made room for besides does not cost it."""
+    """A sequence still holds all blocks of this checkpoint, so closing it frees nothing.
+
+    Other evictions do not close it.
+    """
     cache = PrefixCache(make())
     insert(cache, prompt(0))
     live, _ = cache.open(prompt(1))
@@ -172,7 +184,10 @@ def test_what_frees_nothing_gives_way_only_for_what_is_missing() -> None:
 
 
 def test_of_those_that_share_with_each_other_alone_no_more_go_than_are_needed() -> None:
-    """One of two frees nothing, and the other one all that they share: then there is room, and the next two stay."""
+    """Closing one of the two frees nothing, and closing the other then frees all that they share.
+
+    Then there is room, and the next two stay.
+    """
     cache = PrefixCache(make("32KiB"))
     for i in range(2):
         sequence = cache.memory.open()
@@ -186,7 +201,7 @@ def test_of_those_that_share_with_each_other_alone_no_more_go_than_are_needed() 
 
 
 def test_without_room_outside_checkpoints_are_closed_and_calls_are_refused() -> None:
-    """In host memory, or because others that are swapped out take all of what checkpoints may."""
+    """Host memory has no room, or other swapped-out sequences take all that checkpoints may have."""
     memory = make(host_budget=64)
     cache = PrefixCache(memory, max_bytes="8MiB")
     insert(cache, prompt(0))

@@ -1,4 +1,4 @@
-"""Checkpoints that give way move to host memory and files, and come back: each continues bit for bit."""
+"""Checkpoints that give way move to host memory and files, and come back. Each continues bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def run(subject: Subject, cache: PrefixCache, prompts: list[list[int]]) -> list[torch.Tensor]:
-    """Answer each prompt through the cache; every 8 tokens become a checkpoint."""
+    """Answer each prompt through the cache. Every 8 tokens become a checkpoint."""
     rows = list[torch.Tensor]()
     for tokens in prompts:
         sequence, lookup = cache.open(tokens)
@@ -42,7 +42,7 @@ def run(subject: Subject, cache: PrefixCache, prompts: list[list[int]]) -> list[
 
 
 def prompts_of(rng: random.Random, n: int) -> list[list[int]]:
-    """Prompts that begin as earlier ones do, and part from them anywhere."""
+    """Return prompts that begin as earlier ones do, and part from them anywhere."""
     made: list[list[int]] = []
     for _ in range(n):
         base = rng.choice(made) if made and rng.random() < 0.85 else []
@@ -52,7 +52,7 @@ def prompts_of(rng: random.Random, n: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_gave_way_is_found_again_and_continues_bit_for_bit(subject: Subject, tmp_path: Path, tier: str) -> None:
-    """Against a memory with room for everything, whose lookups must be the same."""
+    """A memory with room for everything must give the same lookups."""
     prompts = prompts_of(random.Random(tier), pick(14, 24))
     with subject.memory(WINDOW) as roomy:
         plenty = PrefixCache(roomy, grid_tokens=8)
@@ -76,7 +76,10 @@ def test_what_gave_way_is_found_again_and_continues_bit_for_bit(subject: Subject
 
 
 def test_shared_pages_are_outside_once_and_are_shared_again(subject: Subject) -> None:
-    """A chain of checkpoints of one prompt: outside they take what they took inside, not a copy of the prefix each."""
+    """The checkpoints of one prompt are a chain.
+
+    They take as many bytes outside as inside, not a copy of the prefix each.
+    """
     tokens = [i % 10 for i in range(96)]
     with subject.memory(WINDOW) as memory:
         cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")
@@ -132,7 +135,7 @@ def test_where_files_cannot_be_written_checkpoints_are_closed(tmp_path: Path, mo
 
 
 def test_files_are_read_while_others_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`fetch` returns at once, however slow the store is; `open` has nothing to wait for once they have arrived."""
+    """`fetch` returns at once, however slow the store is. Once the files have arrived, `open` waits for nothing."""
     toy, tokens, may_read = make_subject("toy", tmp_path), [i % 10 for i in range(40)], threading.Event()
     with toy.memory(WINDOW, host_budget=1, swap_dir=tmp_path / "swap") as memory:
         cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")

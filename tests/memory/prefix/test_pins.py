@@ -1,4 +1,4 @@
-"""Which checkpoints stay: pinned ones, those of higher priority, and those whose time to live has not ended."""
+"""Some checkpoints stay: pinned ones, those of higher priority, and those whose time to live has not ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompt(i: int) -> list[int]:
 
 
 def small() -> HybridMemory:
-    """A memory with room for six prompts or so."""
+    """Return a memory with room for about six prompts."""
     with memory() as roomy:
         cache = PrefixCache(roomy)
         for i in range(6):
@@ -131,7 +131,7 @@ def test_a_pinned_checkpoint_does_not_expire() -> None:
 
 
 def test_tokens_of_cached_prefixes_are_bounded() -> None:
-    """In a model that keeps next to nothing of a token, its ids would soon be most of what is kept."""
+    """In a model that keeps almost nothing for each token, token ids would soon be most of what is kept."""
     recurrent = Toy(attention=False).memory_spec
     own = HybridMemory(recurrent, "64KiB", rollback_window=4, device="meta")
     cache = PrefixCache(own)

@@ -1,4 +1,4 @@
-"""The radix tree, its digests and its texts against a plain list of the prompts that are marked."""
+"""The radix tree, its digests and its texts are compared with a plain list of the marked prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOY = Toy()
 
 
 class Mark:
-    """What the tree reads of a checkpoint."""
+    """Has what the tree reads of a checkpoint."""
 
     def __init__(self, id: int, is_swapped: bool) -> None:
         self.id, self.is_swapped = id, is_swapped
@@ -34,7 +34,7 @@ def common(a: Prompt, b: Prompt) -> int:
 
 
 class Forest:
-    """A tree, and the prompts that are marked in it."""
+    """Holds a tree, and the prompts that are marked in it."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.tree = random.Random(seed), RadixTree()
@@ -102,7 +102,7 @@ def test_a_tree_is_what_a_list_of_marked_prompts_says(seed: int) -> None:
 
 
 def test_relatives_are_looked_for_at_a_few_nodes() -> None:
-    """Thousands of prompts may begin alike: 64 are enough, and 256 nodes are looked at."""
+    """Thousands of prompts may begin alike. A search ends after 64 relatives or 256 nodes."""
     for is_swapped, n_found in ((False, 64), (True, 1)):
         tree = RadixTree()
         for i in range(400):
@@ -113,7 +113,7 @@ def test_relatives_are_looked_for_at_a_few_nodes() -> None:
         assert len(relatives(own)) == (0 if is_swapped else 64)
 
 
-# Digests
+# The tests below are about digests.
 
 
 PROMPTS = ([1] * 20, [1] * 12 + [2] * 8, [3] * 5)
@@ -165,7 +165,7 @@ def test_digests_name_what_a_cache_can_continue_from() -> None:
     assert [at for at, _ in several] == [4, 9] and [*digests_at(np.arange(9), [4])] == several[:1]
 
 
-# What lookups say, and what files hold of owners and trees
+# The tests below are about what lookups say, and what files hold of owners and trees.
 
 
 def test_a_lookup_says_what_is_computed_again_and_from_where_the_rest_comes() -> None:

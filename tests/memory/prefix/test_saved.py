@@ -1,4 +1,4 @@
-"""A cache that is saved and loaded, in the same process or another one, finds and continues what it did before."""
+"""A cache that is saved and loaded, in the same process or another one, finds and continues the same prefixes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def files(folder: Path) -> set[str]:
 
 
 def test_a_loaded_cache_is_the_saved_one(subject: Subject, tmp_path: Path) -> None:
-    """Some of its checkpoints outside, some of several owners; the same rows as the one that went on."""
+    """Some checkpoints are outside, and there are several owners.
+
+    Rows equal those of the cache that was never saved.
+    """
     rng = random.Random(3)
     first, second = prompts_of(rng, 12), prompts_of(rng, 2)
     second += [[*prompt[: rng.randint(1, len(prompt))], 7, 3] for prompt in first]
@@ -59,7 +62,7 @@ def test_a_loaded_cache_is_the_saved_one(subject: Subject, tmp_path: Path) -> No
         assert cache.stats().n_reused == reused
         for a, b in zip(found, expected, strict=True):
             assert_kernel_close(a, b, torch.float32)
-        # Saved again, what has not changed is not written again.
+        # A second save does not write again what has not changed.
         stamps = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "saved").iterdir()}
         cache.save(tmp_path / "saved")
         same = [name for name in files(tmp_path / "saved") if stamps.get(name) and name.startswith("blocks")]
@@ -90,8 +93,10 @@ def saved(subject: Subject, folder: Path, owner: object = None) -> list[list[int
 
 @pytest.mark.parametrize("name", ["toy", "toy-window", "jamba", "mamba replay"])
 def test_a_cache_may_change_while_it_is_saved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever the lock is free, checkpoints are closed and moved, and others take their blocks. Lossy subjects are
-    left out: what they say depends on where prompts were cut, and others cut here."""
+    """Whenever the lock is free, checkpoints are closed and moved, and others take their blocks.
+
+    Lossy subjects are left out: their outputs depend on where prompts were cut, and this test cuts elsewhere.
+    """
     subject = make_subject(name, tmp_path)
     monkeypatch.setattr("hybridmem.memory.storage.folder_writing.LOT_BYTES", 1)
     rng = random.Random(6)
@@ -177,7 +182,10 @@ def test_a_damaged_file_costs_its_checkpoints_and_no_others(tmp_path: Path, dama
 
 
 def test_tokens_that_checkpoints_have_in_common_are_loaded_once(tmp_path: Path) -> None:
-    """A chain of checkpoints has one buffer, as those that were made here: alone, theirs would take half a megabyte."""
+    """A loaded chain of checkpoints has one token buffer, as a chain that was made here.
+
+    With a buffer for each, they would take half a megabyte.
+    """
     toy = make_subject("toy", tmp_path)
     tokens = np.arange(2048) % 10
     with toy.memory(WINDOW, budget="64MiB") as memory:
@@ -198,7 +206,7 @@ def test_tokens_that_checkpoints_have_in_common_are_loaded_once(tmp_path: Path) 
 
 
 def test_nothing_of_others_is_in_the_folder(tmp_path: Path) -> None:
-    """Rows of sequences beside it, of tokens taken back, and of checkpoints that were closed."""
+    """Such bytes are rows of other sequences, of tokens that were taken back, and of closed checkpoints."""
     toy = make_subject("toy", tmp_path)
     with toy.memory(WINDOW) as memory:
         cache = PrefixCache(memory, grid_tokens=0, max_bytes="1GiB")
@@ -228,14 +236,17 @@ def test_nothing_of_others_is_in_the_folder(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """The end of a process: nothing runs behind it."""
+    """Stands for the end of a process: nothing runs after it."""
 
 
 @pytest.mark.parametrize("end", [OSError(28, "No space left on device"), Killed()], ids=["full disk", "killed"])
 def test_a_save_that_ends_anywhere_leaves_the_one_before_or_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException
 ) -> None:
-    """The n-th call of the file system fails, for n = 1, 2, ... until the save succeeds; then no orphan is left."""
+    """The n-th call of the file system fails, for n = 1, 2, ... until the save succeeds.
+
+    Then no orphaned file is left.
+    """
     toy, folder = make_subject("toy", tmp_path), tmp_path / "saved"
     first = prompts_of(random.Random(1), 3)
     with toy.memory(WINDOW) as memory:
@@ -337,7 +348,10 @@ def test_checkpoints_whose_files_are_damaged_are_left_out(tmp_path: Path) -> Non
 
 
 def test_files_that_a_cache_has_not_read_yet_stay(tmp_path: Path) -> None:
-    """It forgets checkpoints with which another shares blocks, so that these are written to another file."""
+    """The cache forgets checkpoints that share blocks with another one.
+
+    So these blocks are written to another file.
+    """
     toy, folder, prompt = make_subject("toy", tmp_path), tmp_path / "saved", [i % 10 for i in range(64)]
     with toy.memory(WINDOW) as memory:
         cache = PrefixCache(memory, grid_tokens=8)
@@ -359,7 +373,10 @@ def test_files_that_a_cache_has_not_read_yet_stay(tmp_path: Path) -> None:
 
 
 def test_who_reads_a_folder_keeps_its_blocks(tmp_path: Path) -> None:
-    """Another cache saves there meanwhile; once nobody reads any more, the next save removes what it does not name."""
+    """Another cache saves to the same folder meanwhile.
+
+    When nobody reads the folder any more, the next save removes what it does not name.
+    """
     toy, folder = make_subject("toy", tmp_path), tmp_path / "saved"
     prompts = saved(toy, folder)
     with toy.memory(WINDOW) as memory:

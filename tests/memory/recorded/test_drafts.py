@@ -1,4 +1,4 @@
-"""Steps that verify drafts of one sequence are replayed, though other numbers of their tokens are accepted."""
+"""Steps that verify drafts of one sequence are replayed, although different numbers of their tokens are accepted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.subjects import make_subject
 
 @pytest.mark.parametrize("name", ["toy", "toy replay", "family:mamba1 defer", "model:mamba2", "model:lfm2"])
 def test_drafts_are_replayed(name: str, tmp_path: Path) -> None:
-    """Bits are those of the model, and most steps with drafts do not run it."""
+    """The bits are those of the model, and most steps with drafts do not run it."""
     twins = Twins(make_subject(name, tmp_path), 1)
     twins.memories = [twins.subject.memory(24, budget="4MiB") for _ in range(2)]
     twins.sequences = [[memory.open()] for memory in twins.memories]

@@ -1,4 +1,4 @@
-"""Steps that are recorded and replayed on the CPU, beside the same steps of the same model as ever."""
+"""Recorded and replayed steps on the CPU are compared with steps that run the same model."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HAS_EXPERTS = (
 
 
 class Counted:
-    """Counts how often a model runs: a replay does not run it."""
+    """Counts how often a model runs. A replay does not run it."""
 
     def __init__(self, subject: Subject) -> None:
         self.memory_spec, self.model, self.n_runs = subject.spec, subject.model, 0
@@ -50,7 +50,7 @@ class Counted:
 
 
 class Twins:
-    """Two memories that are told the same: one whose model runs, one whose steps are recorded."""
+    """Holds two memories that get the same calls: one whose model runs, and one whose steps are recorded."""
 
     def __init__(self, subject: Subject, n_sequences: int = 3) -> None:
         self.subject, self.counted = subject, Counted(subject)
@@ -90,7 +90,10 @@ FEW = (
 
 @pytest.mark.parametrize("name", SUBJECTS if IS_FULL else one_in(2, FEW))
 def test_replays_are_the_steps_they_stand_for(name: str, tmp_path: Path) -> None:
-    """Steps of one and of several tokens in a company that changes, with rollbacks, forks and drafts between them."""
+    """Steps have one token or several, with changing other sequences.
+
+    Between them come rollbacks, forks and drafts.
+    """
     twins = Twins(make_subject(name, tmp_path))
     twins.feed({0: 9, 1: 4, 2: 1})
     for _ in range(pick(20, 40)):
@@ -160,7 +163,7 @@ class Counts(Attends):
 
 
 class CountsByTens(Attends):
-    """Makes a tensor of a number that two steps, one after the other, have in common."""
+    """Makes a tensor from a number that two successive steps have in common."""
 
     def factor(self, step: Step, rows: Tensor) -> Tensor:
         return torch.tensor(float(self.n_runs // 10))
@@ -230,7 +233,7 @@ class Masks(Attends):
     ],
 )
 def test_what_python_knows_is_not_replayed(kind: type[Attends]) -> None:
-    """Numbers of the host, and shapes that depend on numbers: each step runs."""
+    """Such values are numbers on the host, and shapes that depend on numbers. Each of these steps runs."""
     expected, model = kind(), kind()
     memories = [HybridMemory(model.memory_spec, "1MiB", page_tokens=8, poison=True) for _ in range(2)]
     found = step_on(model, memories[0], memories[0].open(), 30)
@@ -242,7 +245,7 @@ def test_what_python_knows_is_not_replayed(kind: type[Attends]) -> None:
 
 
 class Prepares(Attends):
-    """Prepares an argument anew, as products do, in the steps of the given numbers."""
+    """Prepares an argument again in the steps of the given numbers, as products do."""
 
     def __init__(self, *at: int) -> None:
         super().__init__()
@@ -256,7 +259,10 @@ class Prepares(Attends):
 
 @pytest.mark.parametrize(("at", "n_runs"), [((), 7), ((7,), 13), ((7, 13), 19), ((7, 13, 19), 60)])
 def test_two_steps_that_differ_once_are_recorded_again(at: tuple[int, ...], n_runs: int) -> None:
-    """An argument that was prepared anew between the two recordings is no reason to run all later steps."""
+    """An argument was prepared anew between the two recordings.
+
+    That is no reason to run all later steps.
+    """
     model = Prepares(*at)
     memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=64)
     step_on(model, memory, memory.open(), 60)
@@ -286,7 +292,7 @@ def test_weights_may_change_in_place_and_threads_in_number() -> None:
 
 
 def in_turns(model: Attends, memory: HybridMemory, n_steps: int, *, most: int = 64) -> list[int]:
-    """Feed one and two sequences by turns; returns how often the model ran for each."""
+    """Feed one sequence and two sequences in turn. Return how often the model ran for each."""
     a, b = memory.open(), memory.open()
     n_runs = [0, 0]
     for token in range(n_steps):
@@ -298,7 +304,10 @@ def in_turns(model: Attends, memory: HybridMemory, n_steps: int, *, most: int = 
 
 
 def test_recordings_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two layouts that come by turns one is replayed; one that is not used for long leaves its place."""
+    """Two layouts come in turn, and one of them is replayed.
+
+    A recording that has not been used for long leaves its place.
+    """
     model = Attends()
     memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
     assert in_turns(model, memory, 40, most=1) == [20, 6]
@@ -311,7 +320,10 @@ def test_recordings_are_limited_in_number(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_recording_beyond_the_limit_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It drops no other, and what all keep stays below the limit at all times, those included that are being made."""
+    """It drops no other recording.
+
+    All recordings together, those in progress included, stay below the limit at all times.
+    """
     made, most = list[weakref.ref[Recording]](), 0
     make, add = Recording.__init__, ActivationPlanner.add
 
@@ -338,7 +350,7 @@ def test_a_recording_beyond_the_limit_is_made_once(monkeypatch: pytest.MonkeyPat
 
 
 class LeavesOut(Attends):
-    """Stands for a model that leaves its attention out from the n-th run on."""
+    """Stands for a model that leaves out its attention from the n-th run on."""
 
     def __init__(self, n: int) -> None:
         super().__init__()
@@ -362,7 +374,10 @@ def test_a_layer_that_is_left_out_is_missed_in_replays_as_well() -> None:
 
 
 def test_settings_of_torch_are_those_of_the_step() -> None:
-    """Autocast, a default dtype and another mode: what is replayed was computed under the same."""
+    """The settings are autocast, a default dtype and another mode.
+
+    What is replayed was computed under the same settings.
+    """
 
     class Multiplies(Attends):
         def factor(self, step: Step, rows: Tensor) -> Tensor:
@@ -387,7 +402,7 @@ def test_settings_of_torch_are_those_of_the_step() -> None:
 
 
 def test_an_interrupt_leaves_no_mode_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every bytecode between the begin of a recording and its end, in what records and not in the model."""
+    """The interrupt comes at every bytecode from the recording's begin to its end, outside of the model."""
     model = Attends()
     memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
     sequence = memory.open()
@@ -431,7 +446,7 @@ def test_an_interrupt_leaves_no_mode_of_torch(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_a_dead_recording_left_is_ignored_and_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Should a second interrupt come while the first one's traces are removed."""
+    """A second interrupt may come while the traces of the first one are removed."""
     model = Attends()
     memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
     sequence = memory.open()
@@ -456,7 +471,7 @@ def test_what_a_dead_recording_left_is_ignored_and_removed(monkeypatch: pytest.M
 
 
 def test_a_recorded_model_is_not_recorded_again() -> None:
-    """Or the outer recording would lack what the inner one holds."""
+    """Otherwise the outer recording would lack what the inner one holds."""
     model = Attends()
     memory = HybridMemory(model.memory_spec, "1MiB", page_tokens=8)
     sequence, outer = memory.open(), RecordedModel(model)
@@ -467,7 +482,7 @@ def test_a_recorded_model_is_not_recorded_again() -> None:
 
 
 def test_a_step_with_notes_runs(tmp_path: Path) -> None:
-    """What is asked for in notes, such as hidden states instead of logits, is no part of a recording."""
+    """Notes ask for other results, such as hidden states instead of logits. They are no part of a recording."""
     model = make_subject("model:llama", tmp_path).model
     memory = HybridMemory(model.memory_spec, "1MiB")
     logits = step_on(model, memory, memory.open(), 10)[-1]

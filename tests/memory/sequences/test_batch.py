@@ -1,4 +1,4 @@
-"""Packing against naive loops, and every way in which requests can make no batch."""
+"""Packing is compared with naive loops, and requests that can make no batch are refused."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def sequences() -> list[Sequence]:
 
 
 def read_requests(requests: Any, vocab_size: int) -> tuple[list[Sequence], TokenLists]:
-    """Both halves of reading, one after the other as a step does."""
+    """Run both halves of reading one after the other, as a step does."""
     sequences, values = read_pairs(requests)
     return sequences, read_tokens(sequences, values, vocab_size)
 
 
-# Packing
+# The tests below pack.
 
 request = st.tuples(st.lists(st.integers(0, 99), min_size=1, max_size=7), st.integers(0, 50), st.integers(0, 60))
 """Tokens, length so far, how much further the sequence has been."""
@@ -90,7 +90,7 @@ def test_ranges_are_loops(intervals: list[tuple[int, int]]) -> None:
     assert ranges(starts, ends).tolist() == [i for start, n in intervals for i in range(start, start + n)]
 
 
-# Requests that are read
+# The tests below are about requests that are read.
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_the_callers_tokens_are_not_kept(sequences: list[Sequence]) -> None:
     assert ids.tolist() == [1, 2]
 
 
-# Requests that are refused
+# The tests below are about requests that are refused.
 
 
 @pytest.mark.parametrize("requests", [{}, [], iter(())])

@@ -1,4 +1,4 @@
-"""Whatever came before, what fits by bytes fits: blocks move together, and nobody sees that they have moved."""
+"""What fits by bytes fits, whatever came before: blocks move together, and nobody sees that they have moved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def run_each(memory: HybridMemory, sequences: list[Sequence], n_tokens: int) -> 
 
 
 def decode_until_full(memory: HybridMemory, n_sequences: int) -> list[Sequence]:
-    """Decode sequences together until no page is left, and close every other one: what is free is single pages."""
+    """Decode sequences together until no page is left, and close every other one.
+
+    The free bytes are then single pages.
+    """
     live = [memory.open() for _ in range(n_sequences)]
     with pytest.raises(CapacityError):
         while True:
@@ -63,7 +66,7 @@ MIXED = [name for name in SPECS if name not in ("dense", "latent", "mamba", "mam
 
 
 class Traffic:
-    """Sequences that open, decode together, close, fork, keep checkpoints, and are swapped out and in."""
+    """Makes sequences that open, decode together, close, fork, keep checkpoints, and are swapped out and in."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -106,12 +109,12 @@ class Traffic:
             self.attempt(memory.swap_in, self.random.choice(away))
 
     def feed(self, counts: dict[Sequence, int]) -> bool:
-        """Feed sequences so many tokens each; True if there was room."""
+        """Feed each sequence so many tokens. Return whether there was room."""
         tokens = {sequence: np.ones(n, np.int64) for sequence, n in counts.items()}
         return self.attempt(partial(self.memory.run, None), tokens)
 
     def attempt(self, call: Callable[[Any], object], argument: Any) -> bool:
-        """Call, and keep the error if there is no room; True if there was room."""
+        """Make a call, and keep the error if there is no room. Return whether there was room."""
         try:
             call(argument)
         except CapacityError as error:
@@ -121,7 +124,7 @@ class Traffic:
 
 
 def test_nothing_is_refused_whose_bytes_are_free() -> None:
-    """Many histories, of which most use the whole budget."""
+    """Of many histories, most use the whole budget."""
     n_refusals = n_moved = 0
     for seed in range(600 if IS_FULL else 60):
         traffic = Traffic(seed)
@@ -142,7 +145,10 @@ NAMES = (
 
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_those_of_a_memory_in_which_nothing_moves(name: str, tmp_path: Path) -> None:
-    """Bit for bit, in recorded steps too, with all blocks together after each call, and with pages in host memory."""
+    """They are equal bit for bit, in recorded steps too.
+
+    All blocks are moved together after each call, and some pages are in host memory.
+    """
     subject, rng, n_moved = make_subject(name, tmp_path), random.Random(name), 0
     has_pages = bool(subject.spec.of_kind("attention"))
     others: dict[str, Any] = {"host_pages": "512KiB"} if has_pages else {}
@@ -177,7 +183,7 @@ def test_outputs_are_those_of_a_memory_in_which_nothing_moves(name: str, tmp_pat
 
 
 def test_blocks_that_an_open_step_reads_stay_where_they_are() -> None:
-    """While one thread is in a step, another one makes room for its own."""
+    """While one thread is in a step, another one makes room for its own step."""
     model = Toy()
     memory = HybridMemory(model.memory_spec, "64KiB", page_tokens=4, poison=True)
     tokens = [i % VOCAB for i in range(40)]
@@ -207,7 +213,7 @@ def test_blocks_that_an_open_step_reads_stay_where_they_are() -> None:
 
 
 def shake_in_thread(memory: HybridMemory) -> bool:
-    """Join all free ranges from another thread; True if anything has moved so far."""
+    """Join all free ranges from another thread. Return whether anything has moved so far."""
     thread = threading.Thread(target=shake, args=(memory,))
     thread.start()
     thread.join()
@@ -237,7 +243,10 @@ def test_optional_bytes_are_freed_before_more_is_moved_than_is_cheap(
 
 @pytest.mark.parametrize("number", HANDLERS)
 def test_an_exception_while_blocks_move_spoils_none(number: int) -> None:
-    """What decoded together goes on as if nothing had moved, wherever the step of a new sequence was interrupted."""
+    """The step of a new sequence is interrupted anywhere.
+
+    Sequences that decoded together continue as if nothing had moved.
+    """
     model = Toy()
     expected: list[torch.Tensor] = []
 

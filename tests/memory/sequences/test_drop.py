@@ -1,5 +1,6 @@
-"""Dropping tokens from the middle, against sequences that never saw them: models of one layer, where nothing else
-carries a trace.
+"""Tokens are dropped from the middle, and the outputs are those of sequences that never saw them.
+
+Models have one layer, so no other layer carries a trace.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ N_TOKENS = 97
 
 
 def rotate(x_TGD: Tensor, positions_T: Tensor, rotation: Rotation) -> Tensor:
-    """As models do it, pair by pair."""
+    """Rotate pair by pair, as models do."""
     out = x_TGD.clone()
     n = len(rotation.frequencies)
     for j, frequency in enumerate(rotation.frequencies):
@@ -58,8 +59,9 @@ def rotate(x_TGD: Tensor, positions_T: Tensor, rotation: Rotation) -> Tensor:
 
 
 class Table:
-    """Attentions, and recurrences if asked for, side by side: everything is read from tables by token, nothing by what
-    came out.
+    """A model of attention layers, and of recurrences if asked for, side by side.
+
+    It reads everything from tables by token, and nothing from earlier outputs.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Table:
         self.rows = torch.randn(N_TOKENS, 5, generator=generator)
 
     def __call__(self, step: Step) -> Tensor:
-        """(T, outputs): what each attention says, then what the recurrence says."""
+        """Return (T, outputs): what each attention gives, then what the recurrence gives."""
         parts, dtype = [], self.memory_spec.dtype
         for i, (spec, tables) in enumerate(zip(self.attention, self.tables, strict=True)):
             q, k, v = (table[step.token_ids] for table in tables)
@@ -107,14 +109,14 @@ class Table:
         return out
 
     def fresh(self, tokens: Seq[int], n_last: int) -> Tensor:
-        """What the last tokens give in a sequence that saw only these."""
+        """Return what the last tokens give in a sequence that saw only these."""
         memory = self.memory()
         return self.feed(memory, memory.open(), tokens)[-n_last:]
 
     def assert_is(
         self, memory: HybridMemory, sequence: Sequence, tokens: Seq[int], *, own: Seq[int] | None = None
     ) -> None:
-        """A fork of it reads all that a sequence of these tokens would; its states are those of `own`."""
+        """Assert that a fork reads all that a sequence of these tokens would. Its states are those of `own`."""
         assert sequence.tokens.tolist() == list(tokens)
         probe = memory.fork(sequence)
         actual, n = self.feed(memory, probe, PROBE), self.n_attended
@@ -160,7 +162,10 @@ RANGES = [
     ids=["half", "interleaved", "the whole head", "its last part", "not", "several"],
 )
 def test_what_is_left_is_as_if_fed_alone(rotations: tuple[Rotation, ...], dtype: torch.dtype) -> None:
-    """Aligned with pages of 4 or not; from the first token on, to the last, and to one that leaves no row to move."""
+    """Ranges are aligned with pages of 4 or not.
+
+    They begin at the first token, end at the last one, or leave no row to move.
+    """
     model = Table(*rotations, dtype=dtype)
     tokens = list(range(33))
     for start, end in RANGES:
@@ -174,7 +179,10 @@ def test_what_is_left_is_as_if_fed_alone(rotations: tuple[Rotation, ...], dtype:
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])
 def test_keys_far_out_are_those_of_their_new_positions(layout: Layout) -> None:
-    """Angles are rounded to float32 when a model computes them: at position 20,000 that is more than 1e-5."""
+    """A model rounds its angles to float32.
+
+    At position 20,000, this rounding of an angle exceeds 1e-5.
+    """
     rotation = Rotation(tuple(10_000.0 ** (-i / 8) for i in range(8)), layout)
     model = Table(rotation, heads=(1, 1, 16))
     memory = model.memory("4MiB", page_tokens=64)
@@ -188,12 +196,12 @@ def test_keys_far_out_are_those_of_their_new_positions(layout: Layout) -> None:
     assert_kernel_close(stored_keys(memory, sequence, 0), expected)
 
 
-# Whatever else happens to a sequence
+# The tests below are about everything else that happens to a sequence.
 
 
 @dataclass
 class Twin:
-    """What a sequence should be: its tokens, and all tokens that its states have seen."""
+    """Holds what a sequence should be: its tokens, and all tokens that its states have seen."""
 
     tokens: list[int] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
@@ -207,7 +215,7 @@ class Twin:
 
 
 class Walk:
-    """Random operations on a memory and on twins."""
+    """Applies random operations to a memory and to twins."""
 
     def __init__(self, model: Table, rng: random.Random, rollback_window: int, fold: str) -> None:
         self.model, self.rng, self.rollback_window = model, rng, rollback_window
@@ -279,7 +287,8 @@ class Walk:
         if reaches:
             twin.cut(to)
             return
-        # Through a mark, or to the very start: no dropped token is remembered that this sequence did not drop itself.
+        # The rollback went through a checkpoint or to the very start. So the states contain no dropped tokens but those
+        # of such a checkpoint.
         marks = [m for s, m in self.twins.items() if s.is_checkpoint and m.tokens[:to] == twin.tokens[:to]]
         offset = state_offset(self.memory, sequence)
         assert offset in (0, *(len(m.own) - len(m.tokens) for m in marks))
@@ -301,8 +310,9 @@ class Walk:
 )
 @pytest.mark.parametrize("rollback_window", [0, 3, 6] if IS_FULL else [0, 6])
 def test_anything_in_any_order(windows: tuple[int | None, ...], fold: str | None, rollback_window: int) -> None:
-    """Steps, drops, rollbacks, forks and marks, with recurrences that fold or without: each sequence reads what a fresh
-    one would.
+    """There are steps, drops, rollbacks, forks and checkpoints, with recurrences that fold or without.
+
+    Each sequence reads what a fresh one would.
     """
     model = Table(HALF, UNROTATED, windows=windows, recurrent=fold is not None)
     walk = Walk(model, random.Random(300 + rollback_window), rollback_window, fold or "keep")
@@ -311,8 +321,9 @@ def test_anything_in_any_order(windows: tuple[int | None, ...], fold: str | None
 
 
 def test_others_keep_what_they_have_bit_for_bit() -> None:
-    """A fork and a mark share pages with the sequence that drops; pages before the range stay shared, and nobody's are
-    written.
+    """A fork and a checkpoint share pages with the sequence that drops.
+
+    Pages before the range stay shared, and nothing is written into others' pages.
     """
     model = Table(HALF)
     memory = model.memory()
@@ -333,7 +344,7 @@ def test_others_keep_what_they_have_bit_for_bit() -> None:
 def test_what_has_no_room_is_refused_and_nothing_has_changed() -> None:
     model = Table(HALF, windows=(None, 30))
     page_bytes = model.memory().usage().block_bytes
-    # Room for the 7 pages that one of the two kinds copies, and for 3 of the other's.
+    # There is room for the 7 pages that one of the two layer memories copies, and for 3 of those that the other copies.
     memory = model.memory(budget=11 * page_bytes["pages"] + 15 * page_bytes["pages over 30"])
     sequence = memory.open()
     model.feed(memory, sequence, range(32))
@@ -394,13 +405,14 @@ def test_recurrent_layers_must_be_asked_for() -> None:
     model.assert_is(memory, sequence, range(36))
     memory.drop(sequence, 5, 15, approximate=True)
     model.assert_is(memory, sequence, [*range(5), *range(15, 36)], own=range(36))
-    # The states stand 10 tokens further than the sequence, and so does what they can be taken back to: 30.
+    # The states are 10 tokens ahead of the sequence. The horizon counts in the sequence: 30 - 10.
     assert sequence.length == 26 and sequence.horizon == 20
 
 
 def test_after_an_approximate_drop_no_rollback_by_position_passes_its_start() -> None:
-    """Before it, the states are those of dropped tokens; position 0 is a new beginning; a mark of before has what it
-    had.
+    """The states before that position contain dropped tokens. Position 0 is a new beginning.
+
+    A checkpoint from before the drop still has what it had.
     """
     model = Table(HALF, recurrent=True)
     memory = model.memory()
@@ -425,7 +437,10 @@ def test_after_an_approximate_drop_no_rollback_by_position_passes_its_start() ->
 
 @pytest.mark.parametrize("recurrent", [False, True])
 def test_a_mark_that_dropped_tokens_is_no_shortcut_for_one_that_fed_the_same(recurrent: bool) -> None:
-    """Equal tokens are not equal memories: what a model computes of them depends on what it saw."""
+    """Equal tokens are not equal memories.
+
+    What a model computes of them depends on what it saw.
+    """
     model = Table(HALF, windows=(5,), recurrent=recurrent)
     memory = model.memory()
     a = memory.open()
@@ -438,7 +453,7 @@ def test_a_mark_that_dropped_tokens_is_no_shortcut_for_one_that_fed_the_same(rec
     assert b.tokens[:26].tolist() == mark.tokens.tolist()
     reachable = [to for to in range(9, 27) if memory.can_rollback(b, to)]
     assert reachable == []
-    # The sequence that dropped them, and what was forked from it since, may use the mark.
+    # The sequence that dropped them may use the checkpoint, and so may its later forks.
     model.feed(memory, a, range(40, 70))
     assert memory.can_rollback(memory.fork(a), 26)
     memory.rollback(a, to=26)
@@ -446,7 +461,10 @@ def test_a_mark_that_dropped_tokens_is_no_shortcut_for_one_that_fed_the_same(rec
 
 
 def test_a_second_drop_before_the_first_needs_what_came_before_anew() -> None:
-    """Marks between two drops hold the first one only: they serve up to where it was."""
+    """Checkpoints between two drops contain only the first drop.
+
+    They serve up to its position.
+    """
     model = Table(HALF, windows=(5,))
     memory = model.memory()
     a = memory.open()
@@ -479,8 +497,9 @@ def test_attention_that_cannot_move_its_rows_says_so() -> None:
 
 
 def test_a_window_that_would_reach_back_to_rows_that_have_left() -> None:
-    """After 60 tokens, 6 of which may be taken back, a window of 9 tokens needs rows from 46 on: at most 26 tokens may
-    go from 20 on.
+    """After 60 tokens, 6 of which may be taken back, a window of 9 tokens needs rows from 46 on.
+
+    So at most 26 tokens may be dropped from 20 on.
     """
     model = Table(HALF, windows=(9,))
     memory = model.memory()
@@ -567,8 +586,9 @@ def test_bad_rotations(make: Callable[[], object]) -> None:
 
 
 def test_positions_of_states_after_several_drops() -> None:
-    """Where the first drop was moves down with the second; part of a step is kept by the sequence's positions, not by
-    the states'.
+    """The second drop also moves the position of the first one.
+
+    Part of a step is kept by the positions of the sequence, not by those of its states.
     """
     model = Table(HALF, recurrent=True)
     memory = model.memory()
@@ -577,7 +597,7 @@ def test_positions_of_states_after_several_drops() -> None:
     b = memory.fork(a)
     model.feed(memory, a, range(8, 40))
     memory.drop(a, 8, 39, approximate=True)
-    memory.checkpoint(a)  # At 8, its states have seen dropped tokens; those of `b` at 8 have not.
+    memory.checkpoint(a)  # The states of `a` at 8 contain dropped tokens; those of `b` at 8 do not.
     model.feed(memory, b, range(50, 90))
     assert memory.resume_point(b, 8) == 0
     memory.drop(a, 3, 6, approximate=True)

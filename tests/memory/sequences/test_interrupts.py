@@ -1,4 +1,7 @@
-"""An exception anywhere: all is done, or nothing, and what a Ctrl-C kept from returning has not happened."""
+"""After an exception anywhere, a call has done everything or nothing.
+
+What a Ctrl-C kept from returning has not happened.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ OPTIONS: dict[str, Any] = {"rollback_window": 4, "page_tokens": 4}
 
 
 def books(memory: HybridMemory) -> list[tuple[Any, ...]]:
-    """What can be seen of all sequences."""
+    """Return what can be seen of all sequences."""
     handles = sorted(memory.sequences, key=lambda handle: handle.id)
     return [(h.id, h.is_checkpoint, h.tokens.tolist(), h.horizon, h.is_swapped, h.is_on_host) for h in handles]
 
@@ -55,7 +58,7 @@ def feed(memory: HybridMemory, sequence: Sequence, n_tokens: int) -> None:
 
 
 class Scene:
-    """A dry memory with two sequences and a checkpoint."""
+    """Holds a dry memory with two sequences and a checkpoint."""
 
     def __init__(self, spec: MemorySpec = DRY) -> None:
         self.memory = HybridMemory(spec, "1MiB", host_pages="1MiB", **OPTIONS)
@@ -70,7 +73,7 @@ class Scene:
         self.before = books(self.memory)
 
     def end(self) -> None:
-        """Everything can still be used, and given back."""
+        """Check that everything can still be used and given back."""
         memory = self.memory
         memory.check()
         for handle in memory.sequences:
@@ -99,7 +102,7 @@ def step_that_fails(scene: Scene) -> None:
 
 
 def step_in_a_variable(scene: Scene) -> None:
-    """Who keeps the step, or the traceback, keeps the sequences no longer."""
+    """A variable that holds the step, or the traceback, keeps the sequences no longer."""
     step = scene.memory.step({scene.a: [1]})
     scene.kept.append(step)
     with step:
@@ -133,7 +136,7 @@ ALL_OR_NOTHING = ("run of one step", "run in chunks", "open", "fork", "checkpoin
 
 
 def is_on_the_way(name: str, outcome: Outcome) -> bool:
-    """True if all may have been done before the exception came: only Ctrl-C waits until the caller has the result."""
+    """True if the call may have done everything before the exception came. Only Ctrl-C waits for the caller."""
     way = (hybrid.__file__, interrupts.__file__)
     return name.startswith("run") or (outcome.place is not None and outcome.place[0].co_filename in way)
 
@@ -238,7 +241,10 @@ def test_what_an_encoder_said_is_kept_or_not() -> None:
 
 
 def test_two_steps_at_a_time_and_one_that_nobody_leaves() -> None:
-    """A step is given up when its block is gone, and not before, whoever asks and however often."""
+    """A step is given up when its block is gone, and not before.
+
+    It does not matter who asks, and how often.
+    """
     scene = Scene()
     memory, step = scene.memory, scene.memory.step({scene.a: [1] * 9})
     with memory.step({scene.b: [1]}):
@@ -259,7 +265,7 @@ def test_two_steps_at_a_time_and_one_that_nobody_leaves() -> None:
 
 
 def test_a_handler_that_does_not_raise_ends_nothing() -> None:
-    """A program may count its interrupts and go on: then everything is done."""
+    """A program may count its interrupts and continue. Then everything is done."""
     scene, heard = Scene(), list[int]()
     previous = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
@@ -311,7 +317,10 @@ def test_a_call_inside_of_a_block_puts_the_handler_back() -> None:
 def test_a_signal_at_any_bytecode_of_a_block_leaves_every_handler_as_it_was(
     block: Callable[[], AbstractContextManager[Any]], number: int
 ) -> None:
-    """Also those of other signals, which the block had begun to hold back, or had not given back yet."""
+    """This holds for the handlers of other signals too.
+
+    The block may have begun to hold these back, or may not have restored them yet.
+    """
     kept = {each: signal.signal(each, handler) for each, handler in HANDLERS.items()}
 
     def call() -> None:
@@ -329,7 +338,7 @@ def test_a_signal_at_any_bytecode_of_a_block_leaves_every_handler_as_it_was(
 
 
 def test_a_kept_error_holds_no_ctrl_c_back() -> None:
-    """The frame of a function that has returned lives on in the traceback of an error from before its block."""
+    """A function has returned, but its frame lives on in the traceback of an earlier error."""
     kept: list[Exception] = []
 
     def fail() -> None:
@@ -355,7 +364,10 @@ def test_a_kept_error_holds_no_ctrl_c_back() -> None:
 
 
 def test_a_block_that_died_in_another_thread_holds_no_ctrl_c_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python collects garbage in any thread, and only the main thread can put a handler back."""
+    """Python collects garbage in any thread.
+
+    Only the main thread can restore a handler.
+    """
     kept, unraisable = list[uninterrupted_call](), list[Any]()
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""What the books note of sequences beside their tokens: drops, swaps, checkpoints and steps, in whatever slot."""
+"""The books also note drops, swaps, checkpoints and steps of sequences, in whatever slot."""
 
 from __future__ import annotations
 
@@ -122,7 +122,10 @@ def test_a_step_that_nobody_has_any_more_ends_at_the_next_call(call: str) -> Non
 
 
 def test_slots_beyond_the_first_are_like_them() -> None:
-    """What the books note of a slot stays when they grow: who is a checkpoint, away, in a step, and how long."""
+    """When the books grow, they keep what they note of a slot.
+
+    This is its length, and whether it is a checkpoint, swapped out, or in a step.
+    """
     memory = make()
     sequences = [fed(memory, 3) for _ in range(15)]
     mark = memory.checkpoint(sequences[0])
@@ -182,7 +185,7 @@ def test_bytes_that_are_away_are_counted_for_each() -> None:
 
 
 def test_a_memory_is_made_as_it_is_written() -> None:
-    """The defaults, and what a run does without options."""
+    """The test checks the defaults, and what a run does without options."""
     memory = HybridMemory(Toy().memory_spec, "4MiB")
     assert (memory.rollback_window, memory.page_tokens, memory.budget, memory.is_open) == (32, 16, 4 << 20, True)
     sizes, toy = list[int](), Toy()

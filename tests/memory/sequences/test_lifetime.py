@@ -1,5 +1,6 @@
-"""How long a memory serves: it goes with its last reference, can be closed, and means nothing in another process or as
-a copy.
+"""A memory is freed with its last reference, and can be closed.
+
+In another process, or as a copy, it means nothing.
 """
 
 from __future__ import annotations
@@ -42,27 +43,30 @@ def opened(memory: HybridMemory, n_tokens: int = 20) -> Sequence:
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """What goes within the test goes by reference counts alone."""
+    """Pause garbage collection, so that reference counts alone free what the test deletes."""
     gc.disable()
     yield
     gc.enable()
 
 
 def is_freed(held: list[HybridMemory]) -> bool:
-    """Whether the only reference to a memory frees it and its arena when it is dropped."""
+    """Return whether a memory and its arena are freed when their only reference is deleted."""
     memory, arena = weakref.ref(held[0]), StorageWeakRef(arena_bytes(held[0]).untyped_storage())
     held.clear()
     return memory() is None and arena.expired()
 
 
 def assert_refuses(memory: HybridMemory) -> None:
-    """A full memory asks nobody for room: a cache that is gone or closed would answer with an error of its own."""
+    """Assert that a full memory asks nobody for room.
+
+    A cache that is gone or closed would answer with an error of its own.
+    """
     with pytest.raises(CapacityError):
         while True:
             opened(memory, 200)
 
 
-# del memory
+# The tests below delete a memory.
 
 
 def step_of(memory: HybridMemory, sequence: Sequence) -> object:
@@ -122,7 +126,7 @@ def swapped(memory: HybridMemory, sequence: Sequence) -> object:
 def test_the_last_reference_frees_it_at_once(
     use: Callable[[HybridMemory, Sequence], object], uncollected: None
 ) -> None:
-    """Whatever is still kept of it: handles, steps, views."""
+    """Handles, steps and views of the memory may still be kept."""
     held = [make()]
     sequence = opened(held[0])
     kept = use(held[0], sequence)
@@ -132,7 +136,10 @@ def test_the_last_reference_frees_it_at_once(
 
 def test_used_bytes_of_a_dropped_memory_go_back_to_the_system(uncollected: None) -> None:
     def resident_bytes() -> int:
-        """Count this process's own bytes, swapped ones too, but no pages of files, which others' need may take away."""
+        """Count this process's own bytes, swapped ones too.
+
+        Pages of files are left out, because other processes may need their memory.
+        """
         held = {name: value for name, _, value in (line.partition(":") for line in status.read_text().splitlines())}
         return sum(int(held[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap"))
 
@@ -143,7 +150,7 @@ def test_used_bytes_of_a_dropped_memory_go_back_to_the_system(uncollected: None)
     def close(held: list[HybridMemory]) -> None:
         with pytest.raises(CapacityError) as caught:
             held[0].step({held[0].open(): [1] * 400_000}).__enter__()
-        kept.append(caught.value)  # A notebook keeps it too, with everything to which its frames refer.
+        kept.append(caught.value)  # A notebook keeps the error too, with everything to which its frames refer.
         held[0].close_all()
 
     kept: list[Exception] = []
@@ -202,7 +209,7 @@ def test_checkpoints_of_a_dropped_cache_make_room(uncollected: None) -> None:
     memory.check()
 
 
-# memory.close_all(), with memory
+# The tests below close a memory.
 
 
 def test_a_closed_memory_refuses_everything() -> None:
@@ -294,7 +301,7 @@ def test_a_reclaimer_may_be_removed() -> None:
     assert not asked
 
 
-# What one may ask and say
+# The tests below are about what a closed memory still answers.
 
 
 def test_open_sequences_and_the_budget() -> None:
@@ -332,7 +339,7 @@ def test_the_newest_tokens_are_taken_back() -> None:
 
 @pytest.mark.parametrize("to", [-1, True, 1.5, "end", None])
 def test_no_position_is_no_answer(to: Any) -> None:
-    """The three agree."""
+    """The three ways to ask agree."""
     memory = make()
     sequence = opened(memory)
     for ask in (memory.can_rollback, memory.resume_point, lambda s, to: memory.rollback(s, to=to)):
@@ -353,7 +360,7 @@ def test_messages_stay_short() -> None:
     assert len(str(refused.value)) < 3000 and refused.value.to == "y" * 10_000
 
 
-# Copies and other processes
+# The tests below are about copies and other processes.
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])

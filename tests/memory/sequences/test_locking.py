@@ -1,4 +1,7 @@
-"""Threads and processes: what may be used by several at once is, and gives what each alone gives."""
+"""Several threads and processes may use what is made for it.
+
+Each gets what it would get alone.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def make(budget: str = "8MiB") -> HybridMemory:
 
 
 def talk(memory: HybridMemory, seed: int) -> torch.Tensor:
-    """Everything that a sequence may do, with tokens of its own."""
+    """Do everything that a sequence may do, with tokens of its own."""
     found, sequence = list[torch.Tensor](), memory.open()
 
     def feed(sequence: Sequence, *tokens: int) -> None:
@@ -77,7 +80,10 @@ def test_threads_with_a_memory_each_share_a_model() -> None:
 
 
 def test_threads_share_a_memory() -> None:
-    """Each with sequences of its own; another one looks, saves, loads and checks all the while."""
+    """Each thread has sequences of its own.
+
+    Another one looks, saves, loads and checks all the time.
+    """
     expected = [talk(make(), seed) for seed in range(N_THREADS)]
     memory = make()
 
@@ -111,7 +117,10 @@ CALLS: dict[str, Callable[[HybridMemory, Sequence], object]] = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_waits_for_that_of_another_thread(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """One thread commits, and another calls meanwhile: that is answered when the commit is over."""
+    """One thread commits while another calls.
+
+    That call is answered when the commit is over.
+    """
     memory, is_answered, append = make(), Event(), Ledger.append
     sequence, other = memory.open(), memory.open()
 
@@ -147,7 +156,7 @@ def test_a_sequence_in_another_threads_step_is_refused() -> None:
 
 
 def test_a_step_that_begins_while_another_is_checked_is_seen() -> None:
-    """The other thread enters its step at the n-th line of the check, for each n."""
+    """For each n, the other thread enters its step at the n-th line of the check."""
     for n in count(1):
         memory, n_lines = make(), 0
         sequence, steps = memory.open(), ExitStack()

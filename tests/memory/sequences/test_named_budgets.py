@@ -1,4 +1,7 @@
-"""A budget that an error names is enough: a memory made with it holds the same requests, after the same history."""
+"""A budget that an error names is enough.
+
+A memory made with it holds the same requests, after the same history.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def recurrence(family: str) -> RecurrentSpec:
 
 
 def named_in(error: CapacityError) -> dict[str, int]:
-    """What a message tells its reader to give: option -> bytes."""
+    """Return what a message tells its reader to give: option -> bytes."""
     found = NAMED.search(str(error))
     assert found, str(error)
     option = next(name for name in ("host_pages", "host_budget", "budget") if name in found[1])
@@ -46,7 +49,7 @@ def named_in(error: CapacityError) -> dict[str, int]:
 
 
 class Case:
-    """A random spec with random options."""
+    """Holds a random spec with random options."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -83,7 +86,7 @@ class Case:
         }  # fmt: skip
 
     def memory(self, **sizes: int) -> HybridMemory:
-        """A memory with budgets of these bytes; those that are not given have room for anything."""
+        """Make a memory with budgets of these bytes. Budgets that are not given have room for anything."""
         rooms = {"budget": ROOM, "host_pages": ROOM} if self.has_host_pages else {"budget": ROOM}
         return HybridMemory(self.spec, **(self.options | rooms | sizes))
 
@@ -95,7 +98,7 @@ class Case:
 
 
 def case(rng: random.Random) -> Case:
-    """The next one that can be: some options suit no spec."""
+    """Return the next possible case, because some options suit no spec."""
     while True:
         try:
             found = Case(rng)
@@ -110,7 +113,7 @@ Call = Callable[[HybridMemory, list[Any]], None]
 
 
 def history(one: Case) -> list[tuple[str, Call]]:
-    """Random calls, of which each does the same wherever the same ones came before."""
+    """Return random calls. A call does the same whenever the same calls came before it."""
     rng, calls = one.rng, list[tuple[str, Call]]()
 
     def pick(memory: HybridMemory, sequences: list[Any], at: float) -> Any:
@@ -206,7 +209,7 @@ def history(one: Case) -> list[tuple[str, Call]]:
 
 
 def least_host_pages(one: Case) -> int:
-    """The fewest bytes of `host_pages` with which a memory is made."""
+    """Return the fewest bytes of `host_pages` with which a memory can be made."""
     with pytest.raises(SpecError) as caught:
         one.memory(host_pages=1)
     return max(int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", str(caught.value)))
@@ -219,7 +222,7 @@ def replay(calls: list[Call], memory: HybridMemory) -> None:
 
 
 def too_small(rng: random.Random) -> tuple[int, list[tuple[str, str]]]:
-    """Count the refusals of one history, and return those whose budget is not enough: the call, and why."""
+    """Count the refusals of one history. Return the call and the reason of those whose named budget is not enough."""
     one = case(rng)
     roomy, calls, sequences = one.memory(), history(one), list[Any]()
     most: dict[str, int] = {"budget": 0, "host_pages": 0, "host_budget": 0}
@@ -251,7 +254,8 @@ def too_small(rng: random.Random) -> tuple[int, list[tuple[str, str]]]:
             replay([*done, call], larger)
         except CapacityError as error:
             other = named_in(error)
-            if other.keys() != named.keys():  # It needs more of both, and says so of one after the other.
+            # The call needs more of both budgets, and its errors name one after the other.
+            if other.keys() != named.keys():
                 named |= other
                 larger = one.memory(**(sizes | named))
                 replay([*done, call], larger)
@@ -264,7 +268,7 @@ def too_small(rng: random.Random) -> tuple[int, list[tuple[str, str]]]:
 
 @pytest.mark.parametrize("part", range(8))
 def test_a_named_budget_is_enough(part: int) -> None:
-    """Fresh and in busy memories, of any kind of layer and any option."""
+    """This holds in fresh and busy memories, for any kind of layer and any option."""
     rng, n_refused = random.Random(part), 0
     for _ in range(1250 if IS_FULL else 25):
         n, found = too_small(rng)

@@ -1,5 +1,6 @@
-"""What requests need is told before they are fed: to the byte, refused if and only if it cannot be, and enough if it is
-given.
+"""A memory says to the byte what requests need, before they are fed.
+
+It refuses them only if they cannot fit, and what it names is enough.
 """
 
 from __future__ import annotations
@@ -50,8 +51,9 @@ def test_what_a_prompt_needs_is_what_its_steps_use_at_most(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_what_is_refused_does_not_fit_and_what_the_refusal_names_does(name: str) -> None:
-    """Whatever an empty memory lacks room for is refused before a step; one line less than the bytes counted never
-    does.
+    """Whatever an empty memory lacks room for is refused before a step.
+
+    One line less than the counted bytes is never enough.
     """
     rng = random.Random(name)
     for _ in range(4):
@@ -111,7 +113,10 @@ def test_what_others_hold_is_not_now_and_not_never() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_refused_that_would_have_fitted_whatever_came_before(seed: int) -> None:
-    """Forks, rollbacks and drops: a refusal up front is one that the steps would have met."""
+    """Before it come forks, rollbacks and drops.
+
+    The steps would have refused whatever is refused in advance.
+    """
     rng, names = (
         random.Random(seed),
         ["hybrid", "window", "dense", "8 bits", "both", "mamba on a cpu", "hybrid on a cpu"],
@@ -149,19 +154,22 @@ def test_nothing_is_refused_that_would_have_fitted_whatever_came_before(seed: in
 
 
 def step_unasked(memory: HybridMemory, sequences: list[Sequence], n_tokens: int, max_tokens: int) -> None:
-    """As a run does, with no checkpoint, and nobody asks first."""
+    """Take a step as a run does, without a checkpoint and without asking for room first."""
     counts = np.full(len(sequences), n_tokens)
     for chunk in split_requests(sequences, counts, max_tokens, on_grid=memory.spec.is_cut_on_grid):
         with memory.step({sequences[i]: [1] * (end - start) for i, start, end in chunk}):
             pass
 
 
-# Impossible prompts
+# The tests below are about prompts that can never fit.
 
 
 @pytest.mark.parametrize(("budget", "n_tokens"), [("24MiB", 1_000_000), ("256MiB", 4_000_000)])
 def test_impossible_prompts_are_refused_before_anybody_looks_at_them(budget: str, n_tokens: int) -> None:
-    """As a list, an array or a tensor, even of what are no tokens: only their number is looked at, none copied."""
+    """Prompts are a list, an array or a tensor, even of what are no tokens.
+
+    The memory looks only at their number, and copies none.
+    """
     memory = make(HYBRID, budget)
     sequence = memory.open()
     memory.needed_bytes(1)

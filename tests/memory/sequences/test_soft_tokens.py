@@ -1,4 +1,4 @@
-"""The table of soft tokens: what its ids say, how long rows stay, and what is refused."""
+"""The tests say what ids of the table of soft tokens mean, how long rows stay, and what is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Token ids are held once by all sequences that share them, and the way back to a position looks at few checkpoints."""
+"""All sequences that share token ids hold them once.
+
+The way back to a position looks at few checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ STATE = RecurrentSpec("mean", (4,), (StateTensor("mean", (4,)),))
 
 
 def make(budget: str = "1GiB", window: int = WINDOW) -> HybridMemory:
-    """Of a dry run, so that nothing is counted but the books."""
+    """Return a dry memory, so that only the books are counted."""
     spec = MemorySpec(((STATE,),), 1000, model="books", device=torch.device("meta"))
     return HybridMemory(spec, budget, rollback_window=window)
 
@@ -40,7 +43,10 @@ def feed(memory: HybridMemory, sequence: Sequence, tokens: list[int]) -> None:
 
 
 def test_checkpoints_hold_token_ids_once() -> None:
-    """A copy for each would be 8 bytes for each of 256 + 512 + ... + 16,384 tokens: 4 MiB instead of 128 KiB."""
+    """Copies would take 8 bytes for each of 256 + 512 + ... + 16,384 tokens.
+
+    That is 4 MiB instead of 128 KiB.
+    """
     memory = make()
     sequence = memory.open()
     import numpy.ma  # noqa: F401 - numpy does so when it must, and it is large
@@ -105,7 +111,7 @@ def test_steps_that_are_open_at_once_do_not_write_over_each_other() -> None:
 
 
 def test_what_the_longest_held_goes_with_it() -> None:
-    """A checkpoint of a long conversation's beginning does not keep the whole of it."""
+    """A checkpoint at the beginning of a long conversation does not keep all of its tokens."""
     memory = make()
     sequence = memory.open()
     feed(memory, sequence, [1] * 16)
@@ -138,7 +144,10 @@ def test_a_step_that_does_not_count_leaves_no_buffer_behind(refuse: str) -> None
 
 
 def test_random_histories_against_lists() -> None:
-    """Feed, go back, fork, mark, reorder, drop, close, in any order: everybody's tokens are its own."""
+    """Sequences are fed, rolled back, forked, marked, reordered and closed, and tokens are dropped, in any order.
+
+    Each sequence has its own tokens.
+    """
     rng, memory = random.Random(0), make(window=8)
     held: dict[Sequence, list[int]] = {memory.open(): []}
     for _ in range(500):
@@ -181,13 +190,15 @@ def test_random_histories_against_lists() -> None:
         assert token_bytes(memory) <= 8 * sum(4 * len(tokens) + 1100 for tokens in held.values())
 
 
-# The way back to a position
+# The tests below are about the way back to a position.
 
 
 @pytest.fixture(scope="module")
 def grove() -> Iterator[tuple[HybridMemory, Sequence, list[Sequence]]]:
-    """A sequence of 700 checkpoints, and 20 forks of it at some of them that went on, each with
-    checkpoints of its own."""
+    """Return a sequence of 700 checkpoints, and 20 forks at some of them that went on.
+
+    Each fork has checkpoints of its own.
+    """
     memory = make()
     sequence = memory.open()
     marks = []
@@ -230,7 +241,7 @@ def test_a_position_is_found_among_many_checkpoints(
 
 
 def test_the_nearest_position_is_that_of_a_search_through_all() -> None:
-    """Against the definition, in random families with drops, swaps and closed checkpoints."""
+    """Random families have drops, swaps and closed checkpoints. The result is compared with the definition."""
     for seed in range(30):
         rng, memory = random.Random(seed), make(window=3)
         live, marks = [memory.open()], list[Sequence]()

@@ -1,4 +1,4 @@
-"""States of 8 bits: what they take, how near to float32 states they stay, and which memories refuse them."""
+"""The tests say how many bytes states of 8 bits take, how near to float32 they stay, and which memories refuse them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WINDOW = 16
 
 
 class Layer:
-    """A model of one recurrence, whose rows are the same for each position."""
+    """Is a model of one recurrence, whose rows are the same for each position."""
 
     def __init__(self, family: str, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -117,7 +117,10 @@ def test_a_dry_run_is_refused_what_the_memory_would_be(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS.values(), ids=str)
 def test_rounding_has_no_direction_and_is_a_function_of_the_position(dtype: torch.dtype) -> None:
-    """A number between two codes comes back as itself on average, and NaN, zeros and tiny numbers come back."""
+    """A number between two codes comes back as itself on average.
+
+    NaN, zeros and tiny numbers come back too.
+    """
     state = torch.linspace(-3, 3, 128).repeat(4, 1)
     state[:, 0] = 3.17
     no_place, once = torch.zeros(1, dtype=torch.int64), encode(state, dtype, 5)

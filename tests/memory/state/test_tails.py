@@ -1,4 +1,7 @@
-"""Bodies, tails and heads against a plain model of them: where they are, what they take, and when rows run again."""
+"""Bodies, tails and heads are compared with a plain model of them.
+
+It says where they are, what they take, and which rows run again.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def feed(memory: HybridMemory, requests: Mapping[Sequence, list[int]], kept: Map
 
 @contextmanager
 def counted_rows() -> Iterator[list[int]]:
-    """Count the rows that recurrences run, those of tails too."""
+    """Count the rows that recurrences run, including rows of tails."""
     rows, plain = list[int](), Fold.__call__
 
     def counting(self: Fold, states: States, own_rows: torch.Tensor) -> tuple[torch.Tensor, States]:
@@ -62,7 +65,7 @@ def test_decoding_takes_the_least_budget_at_most(fold: Mode, window: int) -> Non
 
 
 def test_blocks_lie_where_they_leave_most_room_between() -> None:
-    """Pages are taken from the low end of the budget, states and tails from the high one."""
+    """Pages are taken from the low end of the budget, and states and tails from the high end."""
     memory = HybridMemory(HYBRID, "1MiB", rollback_window=4)
     memory.run(None, {memory.open(): [1] * 40})
     places = dict[str, tuple[int, int]]()
@@ -78,7 +81,7 @@ def test_blocks_lie_where_they_leave_most_room_between() -> None:
 
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 def test_positions_and_rows_are_those_of_a_plain_model(fold: Mode) -> None:
-    """Whatever happens to sequences whose states are ahead of them, or not."""
+    """States are ahead of their sequences or not, and anything may happen to the sequences."""
     rng, window = random.Random(4), 5
     memory, rules = make(DRY, window, fold), TailRules.of(fold, window)
     table = layer_memories(memory)["recurrence"]
@@ -134,7 +137,7 @@ def test_what_a_step_will_take_is_known_where_states_are_ahead(fold: Mode, n_dro
 
 
 def test_tokens_can_be_taken_back_in_a_step_where_they_could_be_behind_it() -> None:
-    """The body moves as far as the states are, ahead of the sequence."""
+    """The body moves as far as the states are, which are ahead of the sequence."""
     n_refused = 0
     for length in range(20, 28, 3):
         memory = make(DRY, 4, "replay")
@@ -158,7 +161,10 @@ def test_tokens_can_be_taken_back_in_a_step_where_they_could_be_behind_it() -> N
 
 @pytest.mark.parametrize("fold, to", [("keep", 20), ("keep", 16), ("replay", 20)])
 def test_no_row_runs_again_behind_a_state_that_is_at_hand(fold: Mode, to: int) -> None:
-    """After a rollback to the end, or to a kept state; one token further back the rows from there on do."""
+    """After a rollback to the end or to a kept state, no row runs again.
+
+    One token further back, the rows from there on do.
+    """
     for behind in (0, 1):
         memory = make(HOST, 8, fold)
         sequence = memory.open()
@@ -172,7 +178,7 @@ def test_no_row_runs_again_behind_a_state_that_is_at_hand(fold: Mode, to: int) -
 
 
 def test_a_step_that_is_aborted_leaves_the_head_that_it_wrote_over() -> None:
-    """At every length, where heads are written in place, and where they are not."""
+    """This holds at every length, whether heads are written in place or not."""
     memory, twin = make(HOST, 4), make(HOST, 4)
     sequence, other = memory.open(), twin.open()
     for token in range(13):
@@ -187,7 +193,10 @@ def test_a_step_that_is_aborted_leaves_the_head_that_it_wrote_over() -> None:
 
 @pytest.mark.parametrize("n_fed", [3, 13])
 def test_tokens_that_are_not_kept_leave_nothing(n_fed: int) -> None:
-    """Of one request some, of another none, of a third all: each goes on as if it had been fed these alone."""
+    """Some tokens of one request are kept, none of another, and all of a third.
+
+    Each continues as if it had been fed only the kept ones.
+    """
     tokens = [i % 7 for i in range(n_fed)]
     for n_kept in range(max(0, n_fed - 4), n_fed + 1, 2):
         memory = make(HOST, 4)
@@ -208,7 +217,7 @@ def test_tokens_that_are_not_kept_leave_nothing(n_fed: int) -> None:
 
 
 def test_a_plan_that_fails_gives_back_what_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where what runs the recurrences fails, and without room for the second kind of block."""
+    """The run of the recurrences fails, or there is no room for the second kind of block."""
     memory = make(HOST, 4, budget="12KiB")
     a, b = memory.open(), memory.open()
     feed(memory, {a: [1] * 9, b: [1] * 3})
@@ -228,7 +237,7 @@ def test_a_plan_that_fails_gives_back_what_it_took(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("call", ["usage", "fork", "fork from", "save", "swap", "needs", "horizon", "reorder"])
 def test_an_empty_sequence_in_a_new_slot_can_be_asked_anything(call: str, tmp_path: Any) -> None:
-    """The table of tails has no column for it yet."""
+    """The table of tails has no column for this slot yet."""
     memory = make(HOST, 4)
     first = memory.open()
     feed(memory, {first: [1] * 9})

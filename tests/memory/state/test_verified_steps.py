@@ -1,4 +1,4 @@
-"""Steps that verify drafts: which rows run again after some of their tokens were rejected, and what they hold."""
+"""Steps verify drafts. The tests say which rows run again after tokens were rejected, and which bytes steps hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOW = 16
 
 
 def behind_a_draft(fold: Mode, n_fed: int, n_kept: int) -> tuple[HybridMemory, Sequence]:
-    """Return a sequence of 21 tokens, to which a draft was then fed twice; some of its tokens were kept."""
+    """Return a sequence of 21 tokens, to which a draft was then fed twice. Some tokens of each draft were kept."""
     memory = make(HOST, WINDOW, fold)
     sequence = memory.open()
     feed(memory, {sequence: [3] * 21})
@@ -34,7 +34,7 @@ def outputs_of(tokens: list[int], n_last: int) -> Any:
 @pytest.mark.parametrize("n_fed, n_kept", [(5, 1), (5, 2), (4, 3)])
 @pytest.mark.parametrize("n_next", [1, 4])
 def test_only_accepted_rows_run_again(fold: Mode, n_fed: int, n_kept: int, n_next: int) -> None:
-    """And not all rows since the last fold point."""
+    """The other rows since the last fold point do not."""
     memory, sequence = behind_a_draft(fold, n_fed, n_kept)
     with counted_rows() as rows:
         found = feed(memory, {sequence: [6] * n_next})
@@ -52,7 +52,7 @@ def test_no_row_runs_again_if_all_are_accepted(fold: Mode) -> None:
 
 @FOLDS
 def test_a_rejected_draft_changes_no_fork_and_no_checkpoint(fold: Mode) -> None:
-    """The head is shared then, so it is neither moved nor written over."""
+    """The head is shared then, so it is neither moved nor overwritten."""
     memory, sequence = behind_a_draft(fold, 4, 2)
     fork, mark = memory.fork(sequence), memory.checkpoint(sequence)
     text = [3] * 21 + [5] * 4
@@ -81,7 +81,7 @@ def test_an_aborted_draft_leaves_the_sequence_as_it_was(fold: Mode, is_behind_a_
 
 
 def used_by_steps(memory: HybridMemory, outputs: Literal["last", "all"]) -> tuple[int, int]:
-    """Return the most bytes that are used within steps of three tokens, of which one is kept, and between them."""
+    """Return the most bytes used in steps of three tokens, of which one is kept, and the most used between steps."""
     sequence, inside, between = memory.open(), 0, 0
     for _ in range(40):
         with memory.step({sequence: [1] * 3}, outputs=outputs) as step:
@@ -94,7 +94,7 @@ def used_by_steps(memory: HybridMemory, outputs: Literal["last", "all"]) -> tupl
 
 @FOLDS
 def test_drafts_need_no_larger_budget(fold: Mode) -> None:
-    """A step takes one state more where there is room. Between steps nothing more is held."""
+    """A step takes one state more if there is room. Between steps, nothing more is held."""
     inside, between = used_by_steps(make(DRY, WINDOW, fold), "last")
     most_inside, most_between = used_by_steps(make(DRY, WINDOW, fold), "all")
     assert most_between == between

@@ -1,4 +1,4 @@
-"""Files of a sequence with its checkpoints and forks: what they share, what is lost with damage, what is refused."""
+"""The tests say what a sequence shares with its checkpoints and forks in a file, and what damage loses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SUBJECTS = ("toy", "toy-window", "toy-h2o", "toy-4-bit", "toy-quest-4-bit", "toy
 
 
 def saved_family(path: Path) -> tuple[HybridMemory, Family]:
-    """A sequence that was rolled back behind its second checkpoint, and a fork that goes another way."""
+    """Save a sequence that was rolled back to before its second checkpoint, and a fork with other tokens."""
     memory = make()
     sequence = opened(memory)
     first = memory.checkpoint(sequence)
@@ -58,7 +58,7 @@ def rewrite(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, st
     path.write_bytes(save(tensors, metadata | {"checksum": checksum_of({}, metadata)}))
 
 
-# What comes back
+# The tests below are about what comes back.
 
 
 def test_empty_sequences_of_several_families_stay_of_several(tmp_path: Path) -> None:
@@ -74,7 +74,10 @@ def test_empty_sequences_of_several_families_stay_of_several(tmp_path: Path) -> 
 
 
 class History:
-    """A memory in which sequences of one family and strangers were fed, forked, rolled back, swapped and closed."""
+    """Is a memory with sequences of one family and with strangers.
+
+    They were fed, forked, rolled back, swapped and closed.
+    """
 
     def __init__(self, subject: Subject, rng: random.Random) -> None:
         self.subject, self.rng = subject, rng
@@ -193,7 +196,7 @@ def test_chosen_checkpoints_and_no_others(tmp_path: Path) -> None:
 
 
 def test_families_stay_apart(tmp_path: Path) -> None:
-    """Sequences of two families in one file are of two families again."""
+    """Two sequences of different families in one file are of different families after loading."""
     memory = make()
     one, two = opened(memory), opened(memory)
     memory.checkpoint(two)
@@ -232,7 +235,7 @@ def test_drops_that_checkpoints_have_in_common_stay_common(tmp_path: Path) -> No
     assert ledger_of(other).n_drops == 8
 
 
-# What is lost
+# The tests below are about what is lost.
 
 
 def test_damage_costs_those_whose_bytes_it_hits(tmp_path: Path) -> None:
@@ -288,7 +291,7 @@ def change_entry(n: int, **changes: Any) -> Callable[[list[dict[str, Any]]], obj
 
 
 def assert_refused(path: Path) -> None:
-    """A memory refuses to load the family in this file, and stays as it was."""
+    """Assert that a memory refuses to load the family in this file, and stays as it was."""
     memory = make()
     before = state_of(memory)
     with pytest.raises(FormatError, match="saved"):

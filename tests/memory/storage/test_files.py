@@ -1,4 +1,7 @@
-"""Saving, loading and swapping: what files hold, what is refused, and that a refusal changes nothing."""
+"""Sequences are saved, loaded and swapped.
+
+The tests say what files hold, what is refused, and that nothing changes then.
+"""
 
 from __future__ import annotations
 
@@ -76,11 +79,11 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "saved"
 
 
-# Files
+# The tests below are about files.
 
 
 def test_equal_sequences_make_equal_files(tmp_path: Path) -> None:
-    """However often they are saved, and wherever they have been."""
+    """They do so however often they are saved, and wherever they have been."""
     memory = make(host_pages="2MiB")
     sequence = opened(memory)
     memory.save(sequence, tmp_path / "0")
@@ -96,14 +99,14 @@ def test_equal_sequences_make_equal_files(tmp_path: Path) -> None:
 
 
 def test_files_are_those_of_safetensors(saved: Path) -> None:
-    """What it reads is what it would have written, but for the order of names in the header."""
+    """Safetensors would have written the same file, except for the order of names in the header."""
     data = saved.read_bytes()
     n_header = int.from_bytes(data[:8], "little")
     header, tensors = json.loads(data[8 : 8 + n_header]), load(data)
     theirs = save(tensors, header["__metadata__"])
     assert json.loads(theirs[8 : 8 + int.from_bytes(theirs[:8], "little")]) == header
     assert theirs[8 + int.from_bytes(theirs[:8], "little") :] == data[8 + n_header :]
-    saved.write_bytes(theirs)  # as earlier releases wrote them
+    saved.write_bytes(theirs)  # The memory also reads what safetensors wrote.
     assert make().load(saved).length == 30
 
 
@@ -120,7 +123,7 @@ def test_encoder_rows_of_others_stay_behind(tmp_path: Path) -> None:
 
 
 def test_files_are_their_owners_alone(tmp_path: Path) -> None:
-    """Whatever the process lets others read, and whatever stood there before."""
+    """The mode does not depend on the process's own default, nor on an earlier file."""
     memory = make(host_budget=1, swap_dir=tmp_path / "swap")
     sequence = opened(memory)
     (tmp_path / "saved").touch(0o644)
@@ -267,8 +270,9 @@ def test_a_memory_of_another_model_or_policy_refuses(saved: Path) -> None:
 
 
 def test_tails_that_hold_something_else_are_refused_where_states_are_left_behind(tmp_path: Path) -> None:
-    """The sizes match and the bytes mean something else: only the rings tell.
-    States that stand at the newest token have none, so there they do not count.
+    """The sizes match, but the bytes mean something else. Only the rings tell.
+
+    States at the newest token have no rings, so there it makes no difference.
     """
     model = FamilyToy(FAMILIES["linear_attention"])
     ((spec,), _) = model.memory_spec.layers
@@ -303,7 +307,7 @@ def test_paths_may_be_urls(tmp_path: Path) -> None:
 
 
 def test_loading_asks_about_the_loaded_sequence_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many others there are, and however free memory is divided."""
+    """It does not depend on how many others there are, nor on how free memory is divided."""
     memory, asked = make(), list[int]()
     for _ in range(5):
         opened(memory, 3)
@@ -354,7 +358,7 @@ def test_checkpoints_and_what_is_swapped_out_are_saved_as_well(tmp_path: Path) -
 
 
 def test_where_tokens_were_dropped_stays_known(tmp_path: Path) -> None:
-    """The first token behind them stands where it would have stood, with the rows that it would have."""
+    """The first token after them is where it would have been, with the rows that it would have."""
     spec = MemorySpec(((AttentionSpec(1, 1, 4, rotation=UNROTATED),),), VOCAB)
     memory, other = (HybridMemory(spec, "1MiB", rollback_window=30) for _ in range(2))
     sequence, rows = memory.open(), torch.ones(30, 1, 4)
@@ -390,7 +394,7 @@ def with_checkpoint(memory: HybridMemory, n_tokens: int) -> Sequence:
 
 @only_in_long
 def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The very file that this process writes, though another one hashes text in another order."""
+    """It is the same file that this process writes, although another process hashes text in another order."""
     monkeypatch.setenv("PYTHONHASHSEED", "99")
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
@@ -417,7 +421,7 @@ def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["family", "saved"]
 
 
-# Swapping
+# The tests below are about swapping.
 
 
 def test_what_is_away_can_only_wait_be_saved_or_closed() -> None:
@@ -521,7 +525,7 @@ def test_files_of_processes_that_are_gone_are_removed_once_nobody_else_swaps_the
     for path in left:
         path.touch()
     waits = opened(second)
-    second.swap_out(waits)  # the first is there and may have written them
+    second.swap_out(waits)  # The first memory is still there, and may have written these files.
     assert all(path.exists() for path in left)
     del first
     gc.collect()
@@ -594,7 +598,7 @@ def test_a_damaged_swap_file_is_named_and_nothing_else_is_lost(tmp_path: Path) -
     memory.close(sequence)
 
 
-# Room
+# The tests below are about room.
 
 
 def test_what_is_optional_goes_before_anything_is_refused() -> None:
@@ -637,7 +641,10 @@ def test_forged_contents_are_refused_though_their_checksum_is_right(saved: Path,
 
 
 def test_every_kind_of_damage_changes_the_checksum() -> None:
-    """Zeroed, moved, flipped, cut: in the pieces of a tensor, in its last rows and in the bytes behind them."""
+    """Bytes are zeroed, moved, flipped or cut.
+
+    They are in the pieces of a tensor, in its last rows, or after them.
+    """
     content = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3 << 19) + 777, np.uint8))
     n_row = 2048
 

@@ -1,4 +1,4 @@
-"""Where files cannot be locked or read at a place, as on Windows, nothing is lost: nobody removes what others hold."""
+"""At a place where files cannot be locked or read, as on Windows, nobody removes what others hold."""
 
 from __future__ import annotations
 

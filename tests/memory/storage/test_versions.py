@@ -1,4 +1,4 @@
-"""Saved sequences of format version 1: files that were written once and must stay readable, and what files say."""
+"""Sequences saved in format version 1 were written once and must stay readable. The tests fix what files say."""
 
 from __future__ import annotations
 
@@ -75,11 +75,15 @@ def test_a_family_goes_on_as_its_members_would() -> None:
 
 @pytest.fixture
 def renamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gives all classes of specs, policies and storages other names, and with them layer memories and pools."""
+    """Gives all classes of specs, policies and storages other names.
+
+    Layer memories and pools then have other names too.
+    """
     classes = (AttentionSpec, CrossAttentionSpec, RecurrentSpec, StateTensor, Rotation, *CHOICES)
     names = [(cls, cls.__name__, cls.__qualname__) for cls in classes]
     for cls, name, qualname in names:
-        cls.__name__, cls.__qualname__ = f"New{name}", f"New{qualname}"  # monkeypatch cannot restore these names.
+        # The fixture `monkeypatch` cannot restore these names.
+        cls.__name__, cls.__qualname__ = f"New{name}", f"New{qualname}"
         monkeypatch.setattr(cls, "__repr__", lambda self: "new")
         if issubclass(cls, Budget | Storage):
             monkeypatch.setattr(cls, "label", "new label")
@@ -99,7 +103,7 @@ def test_a_file_can_be_read_after_renames(name: str) -> None:
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_files_say_what_they_said(name: str, tmp_path: Path) -> None:
-    """Whoever changes what a file says gives the format another version, and keeps reading this one."""
+    """A change of what a file says needs another version of the format. This version must still be read."""
     memory, sequence = make(name)
     memory.save(sequence, tmp_path / "file")
     written, kept = (read(path) for path in (tmp_path / "file", FOLDER / f"{name}.safetensors"))
@@ -109,7 +113,7 @@ def test_files_say_what_they_said(name: str, tmp_path: Path) -> None:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All but the bytes of a file: its metadata, of checksums only the length, and the tensors' shapes.
+    """Return all of a file but its bytes: its metadata, the length of checksums, and the shapes of tensors.
 
     Sums of attention, which some policies keep, have other last bits on other processors.
     """
@@ -246,7 +250,7 @@ OTHERS: list[tuple[Any, dict[str, Any], set[str]]] = [
             "n_query_heads": 8, "n_kv_heads": 4, "head_dim": 16, "name": "x", "window": 9, "policy": H2O(16),
             "storage": Float8(), "value_dim": 4, "rotation": UNROTATED, "has_bias": True, "n_chosen": 3,
         },
-        {"span_tokens"},  # see the next one
+        {"span_tokens"},  # The next row covers this field.
     ),
     (
         replace(ATTENTION, n_chosen=2), {"span_tokens": 2}, {x.name for x in fields(ATTENTION)} - {"span_tokens"},
@@ -262,7 +266,7 @@ OTHERS: list[tuple[Any, dict[str, Any], set[str]]] = [
     (STATES, {"family": "x", "row_shape": (6,), "states": TWO_STATES.states, "name": "x"}, set()),
     (
         STATES.states[0], {"name": "x", "shape": (6,), "dtype": torch.float16, "initial": 1.0, "ring": ((5,), None)},
-        {"keeps_dtype", "ring"},  # as far as they decide, the dtype and the parts of a tail say it
+        {"keeps_dtype", "ring"},  # As far as they decide, the dtype and the parts of a tail say the same.
     ),
     (ATTENTION.rotation, {"frequencies": (1.0, 0.2), "layout": "interleaved", "start": 1}, set()),
 ]  # fmt: skip
@@ -285,7 +289,7 @@ def signed(part: Any, fold: Fold = "keep") -> dict[str, Any]:
 
 
 def test_policies_and_storages_have_names_in_files() -> None:
-    """A new one wants an entry, and so does a new parameter."""
+    """A new one needs an entry, and so does a new parameter."""
     ours = {cls for name in eviction.__all__ if issubclass(cls := getattr(eviction, name), Budget)} | {
         Quantized,
         Float8,
@@ -315,7 +319,7 @@ def longest(x: Any) -> Any:
 
 @dataclass(frozen=True)
 class Own(EvictionPolicy):
-    """A user's policy."""
+    """Is a user's policy."""
 
     extra: Any = field(default=None, kw_only=True)
     notes: Any = field(default=None, kw_only=True, compare=False)
@@ -330,7 +334,7 @@ def read_once(weighing: Weighing) -> Weighing:
 
 
 class Held:
-    """Can be hashed, as fields of policies must be, and holds what cannot."""
+    """Can be hashed, as fields of policies must be, but holds something that cannot."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Mamba-1's subject, whole and in parts, is as near to a twin in float64 as float32 can be."""
+"""The subject of Mamba-1, whole and in parts, is as near to a twin in float64 as float32 can be."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Twin:
 
     @staticmethod
     def weighted(linear: Any, x: Tensor) -> Tensor:
-        """Multiply by the matrix of a linear map, which is what it makes of the unit vectors."""
+        """Multiply by the matrix of a linear map, whose columns are the images of the unit vectors."""
         return x @ linear(torch.eye(x.shape[1])).double()
 
 

@@ -72,7 +72,7 @@ class ReordersOneByOne(Sound):
 
 
 class Lies(Sound):
-    """Says that it can go back anywhere, and cannot."""
+    """Claims to go back anywhere, but cannot."""
 
     def can(self, call: str, *arguments: Any) -> bool | None:
         return True
@@ -120,7 +120,7 @@ class LosesState(Sound):
 
 
 class TakesMoreThanItSays(Sound):
-    """Says that it cannot go back, and does."""
+    """Claims that it cannot go back, but does."""
 
     def can(self, call: str, *arguments: Any) -> bool | None:
         return False
@@ -172,7 +172,7 @@ class CannotCount(Sound):
 
 
 class IsNoneFromTheStart(Sound):
-    """Returns numbers that are none for each text that is long, also one that is fed alone."""
+    """Returns numbers that are none for each long text, even if it is fed alone."""
 
     def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
         rows = super().step(requests, fail_after=fail_after)
@@ -214,7 +214,10 @@ def test_a_planted_fault_is_found(faulty: Callable[[], HybridAdapter]) -> None:
 
 
 def test_a_failing_history_is_made_small() -> None:
-    """Of forty operations, those that show it are left: two sequences, a token each, and the reordering."""
+    """The history has forty operations.
+
+    Only those that show the fault are left: two sequences, a token each, and the reordering.
+    """
     (result,) = check(ReordersOneByOne, ["anything, in any order"], n_examples=60)
     assert result.verdict == "failed" and result.why.count("\n") < 12
 
@@ -276,14 +279,17 @@ def test_a_recurrence_that_raises_is_a_fault_and_no_refusal() -> None:
     class Broken(Sound):
         def __init__(self) -> None:
             super().__init__()
-            self.model = lambda step: Toy()(step)  # of another spec
+            self.model = lambda step: Toy()(step)  # The model is of another spec.
 
     (result,) = check(Broken, ["a fork goes its own way"], n_examples=1)
     assert result.verdict == "failed" and "StepError" in result.why
 
 
 def test_a_step_that_is_taken_back_in_part_is_recomputed_by_a_step_of_its_length() -> None:
-    """Of 17 tokens 12 stay. Another kernel computes 12 alone, and its rounding would change a code of 8 bits."""
+    """Of 17 tokens, 12 stay.
+
+    Another kernel would compute 12 alone, and its rounding would change a code of 8 bits.
+    """
     fed = [
         (11,), (17, 9, 1, 15, 14, 1, 7, 5, 1, 2, 14, 0, 1, 1, 8, 11, 13),
         (10, 14, 17, 11, 15, 1, 3, 18, 7, 13, 11, 9, 15, 3, 4, 18, 3), (11,), (7, 2, 5, 9, 17), (4,),
@@ -323,7 +329,7 @@ def test_the_command_says_what_failed_and_how_to_see_it_again(capsys: pytest.Cap
     once = ["--only", "reorder", "--examples", "1", "--minutes"]
     assert main(["hybridmem.memory.testing.subjects:attention", *once, "0.001"]) == 0
     assert re.search("anything, in any order +passed", capsys.readouterr().out)
-    assert main([f"{__name__}:MixesRows", *once, "1"]) == 1  # no longer than needed
+    assert main([f"{__name__}:MixesRows", *once, "1"]) == 1  # This takes no longer than needed.
     assert "failed: anything, in any order (--seed" in capsys.readouterr().out
     wrongs = ("hybridmem.memory.testing.subjects:nothing", "memory", "os:getcwd", "--only=no such", "--examples=0")
     for wrong in (*wrongs, "--allow-refused=no such"):
@@ -333,9 +339,10 @@ def test_the_command_says_what_failed_and_how_to_see_it_again(capsys: pytest.Cap
 
 @only_in_long
 def test_pytest_takes_a_subject_of_the_command_line_and_what_it_may_refuse(tmp_path: Path) -> None:
-    """Anywhere, as from an installed wheel, where the option comes from the entry point of the same name; the script
-    `pytest` does not look for modules in the current folder by itself. Of three promises one is kept; two are refused,
-    which is allowed of one.
+    """It works in any folder, as from an installed wheel, where the entry point of the same name gives the option.
+
+    The script `pytest` does not look for modules in the current folder by itself. Of three promises one is kept and two
+    are refused, of which one may be refused.
     """
     (tmp_path / "mine.py").write_text(_REFUSES_FORKS)
     options = ["--subject", "mine:make", "--subject-examples", "1", "-k", "reorder or fork"]

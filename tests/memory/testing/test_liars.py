@@ -1,4 +1,4 @@
-"""The kit is green for nothing that does not work: errors are faults, refusals fail."""
+"""The kit never passes what does not work: errors count as faults, and refusals fail."""
 
 from __future__ import annotations
 
@@ -154,14 +154,14 @@ def test_a_memory_of_short_steps_passes_nothing() -> None:
 
 
 class RaisesAlways(Honest):
-    """Says that a layer failed, also where none was to fail."""
+    """Says that a layer failed, even if none was to fail."""
 
     def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
         raise InjectedError
 
 
 class IgnoresCheckpoints(Honest):
-    """Returns to no checkpoint, and says nothing of it."""
+    """Returns to no checkpoint, and does not say so."""
 
     def return_to(self, sequence: Any, checkpoint: Any) -> None:
         pass

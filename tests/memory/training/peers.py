@@ -1,4 +1,4 @@
-"""Models of transformers whose gradients ours are compared with."""
+"""Makes models of transformers with whose gradients ours are compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.models.checkpoints import CONFIGS, auto_class, randomise_
 
 
 def random_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """A model in which every weight matters. What it computes of its config alone, it computes in `dtype`."""
+    """Return a model in which every weight matters. What it computes from its config alone, it computes in `dtype`."""
     torch.manual_seed(0)
     config = CONFIGS[name]()
     with precision_for(dtype):
@@ -31,10 +31,10 @@ def in_float64(model: Any, name: str) -> Any:
 
 
 def reference_of(model: Any) -> Any:
-    """A copy, without those forms of transformers that compute no gradients, or lose digits."""
+    """Return a copy without those forms of transformers that compute no gradients, or lose digits."""
     twin = copy.deepcopy(model)
     if twin._can_set_experts_implementation():
-        twin.set_experts_implementation("eager")  # The default multiplies float32 at most.
+        twin.set_experts_implementation("eager")  # The default multiplies in float32 at most.
     for part in twin.modules():
         if isinstance(part, nn.Embedding):
             part.padding_idx = None  # Otherwise the embedding of this token would learn nothing.
@@ -42,13 +42,16 @@ def reference_of(model: Any) -> Any:
 
 
 def logprobs(model: Any, tokens: Sequence[int], since: int) -> Tensor:
-    """Logarithms of the probabilities of tokens from `since` on, by transformers over the whole text."""
+    """Return logarithms of the probabilities of tokens from `since` on, by transformers over the whole text."""
     logits = model(torch.tensor([tokens]), use_cache=False).logits[0, max(0, since - 1) : -1]
     return -torch.nn.functional.cross_entropy(logits.double(), torch.tensor(tokens[max(1, since) :]), reduction="none")
 
 
 def worst(model: nn.Module, reference: nn.Module) -> tuple[float, str]:
-    """The largest difference of two gradients, of the largest number of its tensor; and the name of that tensor."""
+    """Return the largest difference of two gradients, and the name of its tensor.
+
+    The difference counts as a share of the largest number of its tensor.
+    """
     found = (0.0, "none")
     for (name, own), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
         if expected.grad is None or not expected.grad.any():

@@ -1,4 +1,4 @@
-"""What chunks leave behind fits a budget, and gradients stay what they are."""
+"""What is kept between chunks fits a budget, and gradients stay what they are."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENS = draw_tokens(60)
 def gradients(
     name: str, policy: EvictionPolicy | None = None, **options: Any
 ) -> tuple[dict[str, torch.Tensor], Tape, dict[str, int]]:
-    """Gradients of a text of fifteen chunks, the tape, and its usage after forward."""
+    """Return gradients of a text of fifteen chunks, the tape, and its usage after the forward."""
     model = peers.random_model(name)
     own = Trainable.of(model).model()
     own.memory_spec = own.memory_spec.with_policy(policy)

@@ -20,7 +20,7 @@ TOKENIZER = load_tokenizer(EMBEDDED)
 
 
 def dialogue(value: str, seed: int) -> tuple[list[int], list[int]]:
-    """A prompt that tells where the gold is, then talks of other things, and asks; and the right reply."""
+    """Return a prompt that says where the gold is, then talks of other things and asks, and the right reply."""
     rng = random.Random(seed)
     turns = [Turn(f"The captain hides his gold in {value}.", NOTED, "gold", value)]
     question = Turn("Where is the gold?", f"The gold is in {value}.", "gold", value, is_question=True)
@@ -73,5 +73,5 @@ def test_facts_of_3000_tokens_ago_are_answered(seed: int, tmp_path: Path) -> Non
     tuned = load_model(tmp_path)
     for prompt, reply in facts:
         assert answer(tuned, prompt, len(reply)) == TOKENIZER.decode(reply)
-    # It has learnt to look back, not the words: another word, in another talk, is found as well.
+    # The model has learnt to look back, not the words: it finds another word in another conversation as well.
     assert answer(tuned, other, len(other_reply)) == TOKENIZER.decode(other_reply)

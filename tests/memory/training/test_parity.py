@@ -1,6 +1,6 @@
-"""Gradients through the memory against those of transformers' model, by torch over whole texts.
+"""Gradients through the memory are compared with those of transformers' model, by torch over whole texts.
 
-Both are computed in float64, so that what is compared is formulas, not rounding.
+Both are computed in float64, so that formulas are compared, and not rounding.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ POLICIES: tuple[EvictionPolicy, ...] = (
 
 
 class Cuts:
-    """A memory that is fed in the steps in which a tape computes, and the rows that each query reads of it.
+    """Is a memory that is fed in the steps of a tape, with the rows that each query reads of it.
 
     Attributes:
         is_read: for each attention layer, (G, T, R) of one text.
@@ -68,7 +68,7 @@ class Cuts:
                 for number, layer in enumerate(self._layers):
                     kept, folded_at = self._kept(text, number)
                     own = is_read[layer]
-                    own[:, start : start + n] = False  # What was rolled back may have set it.
+                    own[:, start : start + n] = False  # A token that was rolled back may have set it.
                     for group, positions in enumerate(kept):
                         own[group, start : start + n, positions] = True
                     for t in range(start, start + n):
@@ -81,7 +81,7 @@ class Cuts:
         return {layer: own[:, : text.length, : text.length] for layer, own in is_read.items()}
 
     def _kept(self, text: Any, number: int) -> tuple[list[Tensor], int]:
-        """Return the positions that each head keeps of a text, and since when rows are all there."""
+        """Return the positions that each head keeps of a text, and the position from which all rows are there."""
         every = self._policy.every
         folded_at = max(0, text.length - WINDOW) // every * every
         if folded_at == 0:
@@ -94,7 +94,7 @@ class Cuts:
 
 @contextmanager
 def reading(reference: Any, is_read: dict[int, Tensor]) -> Iterator[None]:
-    """Let the attention of each layer of transformers' model read these rows alone."""
+    """Let the attention of each layer of transformers' model read only these rows."""
     hooks = []
     for layer, own in is_read.items():
         attention = reference.model.layers[layer].self_attn
@@ -110,7 +110,8 @@ def reading(reference: Any, is_read: dict[int, Tensor]) -> Iterator[None]:
         handle.remove()
 
 
-# In the first layer of Llama, the keys of equal tokens are equally long, so that rounding alone would choose for KNorm.
+# In the first layer of Llama, the keys of equal tokens have equal lengths. So only rounding would choose between them
+# for KNorm.
 CASES = [(name, p) for name in ("jamba", "llama") for p in POLICIES if (name, type(p)) != ("llama", KNorm)]
 OF_LATENTS = [("deepseek-v3-no-experts", policy) for policy in POLICIES]
 """Values are a part of the keys there, and all query heads share one."""
@@ -157,7 +158,7 @@ def test_rows_that_were_read_have_gradients(name: str, policy: EvictionPolicy) -
 
 
 def test_texts_that_share_chunks_read_what_each_reads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Company moves no cut, and each text has its own kept rows."""
+    """Other texts move no cut, and each text has its own kept rows."""
     texts = [[draw_tokens(n, seed=n) for n in counts] for counts in ((19, 5), (22, 8), (17, 6))]
     shared = list[int]()
 

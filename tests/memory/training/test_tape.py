@@ -1,4 +1,4 @@
-"""A tape refuses what it cannot do, by name, and then nothing has changed."""
+"""A tape refuses by name what it cannot do, and then nothing has changed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def test_a_second_backward_is_refused(trainable: Trainable) -> None:
 
 
 def test_what_comes_after_tokens_of_a_backward_is_refused(trainable: Trainable) -> None:
-    """The backward went through the first two of three chunks, which the third one and all later ones would read."""
+    """The backward went through the first two of three chunks.
+
+    The third chunk and all later ones would read these.
+    """
     tape = Tape(trainable.model(), chunk_tokens=3)
     text = tape.open()
     first, later = (tape.run({text: tokens})[text].sum() for tokens in (TOKENS[:6], TOKENS[6:9]))

@@ -20,7 +20,7 @@ pytest.importorskip("accelerate", reason="pip install accelerate")
 
 
 def batch() -> list[dict[str, torch.Tensor]]:
-    """Texts of 12 and 9 tokens, without a loss for the first four; the shorter is padded on the left."""
+    """Return texts of 12 and 9 tokens, without a loss for the first four. The shorter one is padded on the left."""
     texts = []
     for n_tokens in (12, 9, 11, 12):
         ids = torch.tensor([0] * (12 - n_tokens) + draw_tokens(n_tokens, seed=n_tokens))

@@ -1,4 +1,4 @@
-"""Texts with a rollback and a fork in their history, computed through a tape and by transformers."""
+"""Makes texts with a rollback and a fork in their history, computed through a tape and by transformers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.models.checkpoints import draw_tokens
 
 
 class Texts(NamedTuple):
-    """Texts of one prompt, and the sizes of chunks in which they are computed.
+    """Holds texts of one prompt, and the sizes of chunks in which they are computed.
 
-    Chunks of up to 64 tokens are cut in the prompt, and behind the fork and the rollback; those of 512 only in the
+    Chunks of up to 64 tokens are cut in the prompt, and after the fork and the rollback; those of 512 only in the
     prompt. One reference serves all sizes, because transformers' gradients over whole texts cost more than ours.
     """
 
@@ -43,13 +43,13 @@ LONG = Texts.draw((512,), 530, 5)
 
 
 def weighted(values: Tensor) -> Tensor:
-    """A loss in which every token counts, with a weight of its own."""
+    """Return a loss in which every token counts, with a weight of its own."""
     weights = torch.randn(len(values), generator=torch.Generator().manual_seed(len(values)), dtype=torch.float64)
     return (values * weights).sum()
 
 
 def record(tape: Tape, texts: Texts) -> dict[str, Tensor]:
-    """Record the texts with a rollback and a fork in their history. Returns the values of each part."""
+    """Record the texts with a rollback and a fork in their history. Return the values of each part."""
     text = tape.open()
     values = {"prompt": tape.run({text: texts.prompt})[text]}
     twin = tape.fork(text)

@@ -1,4 +1,4 @@
-"""Trees of draft tokens: what they give beside chains, what they leave behind, and what is refused."""
+"""Draft trees run beside chains. The tests say what they give, what they leave in the memory, and what is refused."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ def way_to(node: int, parents: list[int]) -> list[int]:
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 @pytest.mark.parametrize("path", [PATH, [3], []])
 def test_the_memory_is_as_if_the_path_alone_had_been_fed(fold: Folds, path: list[int]) -> None:
-    """Its bytes and its horizon too: the other tokens count for nothing, so it can go back as far."""
+    """This holds for its bytes and its horizon too.
+
+    The other tokens count for nothing, so the sequence can go back as far.
+    """
     memory, other = memory_of(fold=fold), memory_of(fold=fold)
     sequence, chain = memory.open(), other.open()
     for one, where in ((sequence, memory), (chain, other)):
@@ -152,7 +155,7 @@ def test_positions_are_the_length_and_the_depth() -> None:
 
 
 def test_states_that_are_ahead_after_a_drop_take_trees() -> None:
-    """Their positions are those of the sequence and the number of dropped tokens."""
+    """Their positions are those of the sequence plus the number of dropped tokens."""
     model = FamilyToy(FAMILIES["ssd"])
     memory = memory_of(model)
     sequence = memory.open()
@@ -166,7 +169,7 @@ def test_states_that_are_ahead_after_a_drop_take_trees() -> None:
 
 
 def test_a_chain_with_parents_is_a_chain() -> None:
-    """It may be accepted by a number or by a list, and wholly without either."""
+    """It is accepted by a number, by a list, or completely without either."""
     memory = memory_of()
     sequence = memory.open()
     for accepted, n_kept in (([0, 1], 2), (1, 1), (None, 3)):
@@ -207,7 +210,7 @@ def test_a_step_in_which_no_path_is_accepted_changes_nothing() -> None:
 def test_a_failure_changes_nothing(
     fold: Folds, where: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """Wherever it comes, also when some layer memories have kept the path already."""
+    """It may come anywhere, even when some layer memories have kept the path already."""
     model = FamilyToy(FAMILIES["gated_delta"])
     memory = memory_of(model, fold)
     sequence, other = memory.open(), memory.open()
@@ -246,7 +249,10 @@ def test_a_step_without_room_changes_nothing() -> None:
 
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 def test_a_step_that_has_room_for_a_tree_has_room_for_any_path(fold: Folds) -> None:
-    """With budgets into which it barely fits: only entering the step may be refused."""
+    """Budgets are so small that the tree barely fits.
+
+    Only entering the step may be refused.
+    """
     n_entered = n_refused = 0
     for budget in range(2560, 7168, 256):
         for path in ([0], PATH, [0, 2, 4, 6]):
@@ -341,7 +347,10 @@ def test_sequences_in_host_memory_are_refused() -> None:
 
 
 def test_attention_over_a_window_counts_positions_and_not_rows() -> None:
-    """Rows of other branches take no place in the window, however many are stored before a token's own."""
+    """Rows of other branches take no place in the window.
+
+    This holds however many are stored before a token's own row.
+    """
     model = Toy(window=3)
     memory = memory_of(model)
     sequence = memory.open()
@@ -373,7 +382,7 @@ def test_a_layer_is_used_once_as_in_any_step() -> None:
 
 
 def test_rows_of_other_branches_are_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are NaN here: the tokens on other branches have keys and values that are no numbers."""
+    """Tokens on other branches have keys and values that are NaN."""
     memory = memory_of(Toy(recurrent=False))
     model, sequence = Toy(recurrent=False), memory.open()
     feed(memory, model, sequence, PROMPT)

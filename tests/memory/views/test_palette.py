@@ -1,4 +1,4 @@
-"""One concept has one colour, on the page and in pictures; and colours of a view can be told apart by every reader."""
+"""Each concept has one colour, on the page and in pictures. Every reader can tell the colours of a view apart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.
 
 
 def seen(colour: str, sight: str) -> np.ndarray:
-    """Return a colour in CIELAB, in which distances are those that are seen."""
+    """Return a colour in CIELAB, in which distances are those that people see."""
     parts = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
     linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
     x, y, z = np.cbrt(np.maximum(_XYZ @ np.clip(SIGHTS[sight] @ linear, 0, 1) / [0.9505, 1, 1.089], 0.008856))
@@ -39,7 +39,7 @@ def seen(colour: str, sight: str) -> np.ndarray:
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("view", VIEWS)
 def test_colours_of_a_view_can_be_told_apart(view: str, is_dark: bool, sight: str) -> None:
-    """By ten units of CIELAB at least; 2.3 is what can just be noticed."""
+    """They differ by at least ten units of CIELAB. People just notice a difference of 2.3."""
     for a, b in combinations(VIEWS[view], 2):
         distance = np.linalg.norm(seen(SCHEMES[a][is_dark], sight) - seen(SCHEMES[b][is_dark], sight))
         assert distance > 10, f"{a} and {b}"
@@ -62,7 +62,7 @@ def test_the_page_has_the_colours_of_the_palette() -> None:
 
 
 def test_a_concepts_colour_is_written_nowhere_else() -> None:
-    """Not in the page's other style sheets and scripts, nor in pictures."""
+    """Neither other style sheets and scripts of the page nor pictures write it."""
     own = {colour for pair in SCHEMES.values() for colour in pair}
     files = [path for path in PAGE.iterdir() if path.suffix in (".css", ".js") and path.name != PATH.name]
     files += [*(ROOT / "memory" / "pictures").glob("*.py"), *(ROOT / "chat" / "simulation").glob("*.py")]

@@ -1,4 +1,4 @@
-"""What a memory says of itself: numbers that add up, and views that show these numbers whatever things are called."""
+"""A memory reports numbers that add up. Views show these numbers, whatever things are called."""
 
 from __future__ import annotations
 
@@ -70,7 +70,10 @@ def open_in(memory: HybridMemory) -> Sequence:
 
 
 def family(memory: HybridMemory) -> dict[str, Sequence]:
-    """A sequence, a checkpoint and a fork of it, a stranger, one that is swapped out and one that is closed."""
+    """Return a memory with a sequence, a checkpoint and a fork of it, and a stranger.
+
+    One more sequence is swapped out, and one is closed.
+    """
     a = open_in(memory)
     memory.run(None, {a: [i % 19 for i in range(40)]})
     mark, fork, stranger, away, closed = (
@@ -87,7 +90,7 @@ def family(memory: HybridMemory) -> dict[str, Sequence]:
 
 
 def books(memory: HybridMemory) -> Any:
-    """Everything that looking must not change."""
+    """Return everything that looking must not change."""
     inventory = memory.counters.inventory()
     pools = [
         (pool.counts.tolist(), pool.addresses.tolist(), pool.n_used) for g in inventory.groups for pool, _ in g.pools
@@ -96,7 +99,7 @@ def books(memory: HybridMemory) -> Any:
     return pools, inventory.arena.free_bytes, handles
 
 
-# The numbers
+# The tests below are about the numbers.
 
 
 def assert_adds_up(memory: HybridMemory, sequences: list[Sequence]) -> None:
@@ -124,7 +127,10 @@ def assert_adds_up(memory: HybridMemory, sequences: list[Sequence]) -> None:
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "nothing"])
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 def test_bytes_add_up_whatever_happens(name: str, fold: str) -> None:
-    """By kind, layers, part and sequence; as the arena counts them; and to look at them changes nothing."""
+    """They are counted by kind, layers, part and sequence, as the arena counts them.
+
+    Looking at them changes nothing.
+    """
     rng, memory = random.Random(3), make(SPECS[name], fold=fold)
     live: list[Sequence] = []
     for _ in range(40):
@@ -150,7 +156,10 @@ def test_bytes_add_up_whatever_happens(name: str, fold: str) -> None:
 
 
 def test_parts_of_a_sequence() -> None:
-    """A window of 8 folds at 32 of 41 tokens: a body there, a tail, a head at 41 and, as heads are kept, one at 40."""
+    """With a window of 8, the sequence folds at 32 of 41 tokens.
+
+    So it has a body there, a tail, a head at 41 and, as heads are kept, one at 40.
+    """
     memory = make(HYBRID, fold="keep")
     s = memory.open()
     memory.run(None, {s: [1] * 40})
@@ -196,7 +205,7 @@ def test_what_dropped_tokens_leave_in_states_is_shown_where_the_sequence_stands(
     assert body.ends is not None and body.ends.tolist() == tail.starts.tolist() == [48 - 10] and s.length == 50
 
 
-# Text and terminal
+# The tests below are about text and terminal.
 
 
 def cells(text: str) -> list[list[str]]:
@@ -260,11 +269,11 @@ def test_a_table_aligns_and_says_what_it_hides() -> None:
     assert str(Table(("a",), [])) == "a"
 
 
-# HTML
+# The tests below are about HTML.
 
 
 class Page(HTMLParser):
-    """Fails on anything but plain elements with inline style; collects the text of cells."""
+    """Fails on anything but plain elements with inline style. Collects the text of cells."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -304,7 +313,10 @@ def test_html_shows_what_the_tables_say() -> None:
 
 
 def test_html_takes_its_colours_from_the_page() -> None:
-    """Readable on dark and on light: no text colour of its own, no opaque background but that of the bar's parts."""
+    """It can be read on dark and on light pages.
+
+    Text has no colour of its own, and only the parts of the bar have opaque backgrounds.
+    """
     memory = make(HYBRID)
     a = family(memory)["a"]
     for html in (memory._repr_html_(), a._repr_html_()):
@@ -330,8 +342,9 @@ def test_names_are_escaped_wherever_they_come_from(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are counted by arrays: each kind is asked once, nobody is asked for one sequence, and only those shown are
-    written.
+    """Arrays count them: each kind is asked once, and never about one sequence.
+
+    Only the sequences that are shown are written.
     """
     memory = HybridMemory(HYBRID, "1GiB", rollback_window=8, page_tokens=4)
     sequences = [memory.open() for _ in range(5000)]
@@ -405,7 +418,10 @@ def test_an_inventory_is_of_open_sequences_of_this_memory() -> None:
 
 
 def test_host_memory_of_the_books_is_counted_and_shared() -> None:
-    """A checkpoint at each 32nd of 4,096 tokens has no token ids and no tables of its own."""
+    """There is a checkpoint at each 32nd of 4,096 tokens.
+
+    They have neither token ids nor tables of their own.
+    """
     memory = HybridMemory(Toy().memory_spec, "64MiB", rollback_window=8, page_tokens=4, device="meta")
     sequence = memory.open()
     memory.run(None, {sequence: [1] * 4096})

@@ -1,4 +1,4 @@
-"""Random checkpoints with modules of multi-token prediction, and transformers' modules with the same weights."""
+"""Makes random checkpoints with modules of multi-token prediction, and transformers' modules with the same weights."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ _QWEN = {
 
 @dataclass
 class MtpPeer:
-    """transformers' model and its module of multi-token prediction, an `MtpModel` or what is called like one."""
+    """Holds transformers' model and its module of multi-token prediction, an `MtpModel` or one like it."""
 
     model: Any
     module: Any
 
     @torch.no_grad()
     def hidden(self, tokens: list[int]) -> Tensor:
-        """(n, M), after the last norm."""
+        """Return hidden states (n, M), after the last norm."""
         return self.model.model(torch.tensor([tokens]), use_cache=False).last_hidden_state[0]
 
     @torch.no_grad()
     def draft(self, hidden_TM: Tensor, next_tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """The logits (n, vocab) and hidden states (n, M) of pairs of hidden states and next tokens."""
+        """Return the logits (n, vocab) and hidden states (n, M) of pairs of hidden states and next tokens."""
         positions = torch.arange(1, len(next_tokens) + 1)[None]
         ids = torch.tensor([next_tokens])
         rows = self.module.forward_layer(0, hidden_TM[None], positions, None, input_ids=ids)
@@ -51,7 +51,7 @@ class MtpPeer:
 
 
 class _IndexedMtpModel(MtpModel):
-    """transformers' module with a mask for attention with an index, of which transformers 5.24 knows no mask here."""
+    """Is transformers' module with a mask for attention with an index. Transformers 5.24 has no such mask here."""
 
     def create_masks_for_mtp_layer(self, layer_idx: int, inputs_embeds: Tensor, *_: Any) -> dict[str, Tensor | None]:
         mask = create_causal_mask(self.config, inputs_embeds, attention_mask=None, cache=None)
@@ -59,9 +59,9 @@ class _IndexedMtpModel(MtpModel):
 
 
 class NemotronModule(torch.nn.Module):
-    """The module of Nemotron 3 from transformers' blocks, of which its `MtpModel` holds one kind only.
+    """Is Nemotron 3's module, made of transformers' blocks, because its `MtpModel` has only one kind of them.
 
-    Blocks are named as in the files; vLLM's `nemotron_h_mtp` says where the norms are.
+    Blocks are named as in the files. vLLM's `nemotron_h_mtp` shows where the norms are.
     """
 
     def __init__(self, model: NemotronHForCausalLM, kinds: list[str]) -> None:
@@ -109,7 +109,7 @@ def write_mtp_checkpoint(
 ) -> MtpPeer:
     """Write a model with one such module, under the names of Qwen's files, or of DeepSeek's (`nextn`).
 
-    With `is_often_right`, layers add little, and the module reads little but the token, as the model does.
+    With `is_often_right`, layers add little, and the module reads almost only the token, as the model does.
     """
     torch.manual_seed(7)
     config.num_mtp_layers = 1

@@ -1,4 +1,4 @@
-"""Heads of EAGLE-3 against the paper's equations, in plain torch: transformers 5.24 has no class for them."""
+"""Heads of EAGLE-3 are compared with the paper's equations in plain torch. Transformers 5.24 has no class for them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_target(folder: Path) -> LlamaForCausalLM:
 
 
 def write_head(folder: Path, target: LlamaConfig, *, drafts_all: bool = False, **options: object) -> dict[str, Tensor]:
-    """Write a random head. It drafts every third token, or all; then it has an embedding of its own."""
+    """Write a random head. It drafts every third token, or all of them; then it has an embedding of its own."""
     n, n_inner, width = target.hidden_size, 40, 8
     n_drafted = target.vocab_size if drafts_all else N_DRAFTED
     generator = torch.Generator().manual_seed(5)
@@ -72,7 +72,7 @@ def write_head(folder: Path, target: LlamaConfig, *, drafts_all: bool = False, *
 
 
 class Paper:
-    """The equations of EAGLE-3 for a whole text."""
+    """Computes the equations of EAGLE-3 for a whole text."""
 
     def __init__(self, folder: Path, target: LlamaForCausalLM) -> None:
         self.config, self.w, self.target = (
@@ -110,7 +110,10 @@ class Paper:
 
 @pytest.mark.parametrize("options", [{}, {"drafts_all": True, "norm_before_residual": True}], ids=["some", "all"])
 def test_a_head_of_eagle_3_computes_the_papers_equations(options: dict[str, bool], tmp_path: Path) -> None:
-    """All pairs of a text in uneven steps; then two tokens in turn that continue from what the head itself returned."""
+    """The head reads all pairs of a text in uneven steps.
+
+    Then come two tokens in turn, which continue from what the head itself returned.
+    """
     target = write_target(tmp_path / "target")
     write_head(tmp_path / "head", target.config, **options)
     paper, model = Paper(tmp_path / "head", target), load_model(tmp_path / "target")

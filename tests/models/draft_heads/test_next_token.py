@@ -1,4 +1,4 @@
-"""Modules of multi-token prediction against transformers' on the same random checkpoints."""
+"""Modules of multi-token prediction are compared with transformers' on the same random checkpoints."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ HOLDERS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_modules_of_multi_token_prediction_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    """All pairs of a text in uneven steps, with another sequence beside it; then a token that the head has drafted."""
+    """The module reads all pairs of a text in uneven steps, with another sequence beside it.
+
+    Then comes a token that the head has drafted.
+    """
     write = write_nemotron_checkpoint if name.startswith("nemotron") else write_mtp_checkpoint
     peer = write(tmp_path, HOLDERS[name](), **({} if name.startswith(("qwen", "nemotron")) else {"nextn": True}))
     model = load_model(tmp_path, draft_head=True)
@@ -84,7 +87,10 @@ def test_a_head_that_is_not_wanted_stays_in_the_files_without_a_warning(
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5", "qwen3.5-moe", "qwen3-next"])
 def test_a_file_of_llama_cpp_holds_the_head_of_its_checkpoint(name: str, tmp_path: Path) -> None:
-    """Under the names `nextn`, in the layer behind the last one; a file without one has no head."""
+    """The head has the names `nextn`, in a layer after the last one.
+
+    A file without these has no head.
+    """
     config = HOLDERS[name]()
     write_mtp_checkpoint(tmp_path, config, nextn=name == "deepseek-v3")
     logits = []

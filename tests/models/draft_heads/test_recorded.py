@@ -1,4 +1,4 @@
-"""Steps of a draft head that are replayed, beside the same steps that run."""
+"""Replayed steps of a draft head are compared with steps that run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.models.families.qwen3_5 import qwen3_5_config
 def test_replays_have_the_bits_of_the_steps_they_stand_for(
     counts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows differ from step to step, though they are always copied to the same place."""
+    """Rows differ from step to step, but are always copied to the same place."""
     write_mtp_checkpoint(tmp_path, qwen3_5_config(), is_often_right=True)
     model: Any = load_model(tmp_path, draft_head=True)
     head, width = model.draft_head, model.config.hidden_size

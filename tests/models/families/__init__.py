@@ -1,4 +1,7 @@
-"""Random checkpoints of each architecture, a module each: `CONFIGS` names small configs of all its options."""
+"""Makes random checkpoints of each architecture, one module for each.
+
+`CONFIGS` names small configs with all its options.
+"""
 
 from __future__ import annotations
 

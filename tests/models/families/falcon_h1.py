@@ -1,4 +1,4 @@
-"""Falcon-H1: every multiplier and bias, the norm before the gate, behind it, and none."""
+"""Falcon-H1: every multiplier and bias, the norm before the gate, after it, or none."""
 
 from __future__ import annotations
 

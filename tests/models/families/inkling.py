@@ -63,5 +63,5 @@ CONFIGS = {
         loop_gate_rank=3, rms_norm_eps=1e-2,
     ),
 }  # fmt: skip
-if not hasattr(transformers, "Inkling2LoopTextConfig"):  # transformers 5.23 does not have it.
+if not hasattr(transformers, "Inkling2LoopTextConfig"):  # Transformers 5.23 does not have it.
     CONFIGS = {name: make for name, make in CONFIGS.items() if not name.startswith("inkling2-loop")}

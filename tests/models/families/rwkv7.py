@@ -1,4 +1,4 @@
-"""RWKV-7, whose peer is the oracle beside these tests: transformers does not know it."""
+"""RWKV-7, which is compared with the oracle beside these tests, because transformers does not know it."""
 
 from __future__ import annotations
 

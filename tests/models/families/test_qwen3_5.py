@@ -1,4 +1,4 @@
-"""Qwen3.5 in the layouts that its checkpoints are published in."""
+"""Qwen3.5 is read in the layouts in which its checkpoints are published."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_experts_may_be_stacked(tmp_path: Path) -> None:
 def test_of_a_model_that_sees_the_language_model_is_read(
     tmp_path: Path, whole: type[PreTrainedConfig], text: Callable[..., PreTrainedConfig], is_tied: bool
 ) -> None:
-    """Its text config contradicts it on tied weights: the outer one is right."""
+    """Its text config and its outer config disagree about tied weights. The outer one is right."""
     inner = text(tie_word_embeddings=not is_tied).to_dict()
     torch.manual_seed(5)
     model = AutoModelForImageTextToText.from_config(

@@ -1,4 +1,4 @@
-"""What is RecurrentGemma's alone; the rest is in test_parity.py."""
+"""The tests are about what only RecurrentGemma has. The rest is in test_parity.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What is RWKV's alone: halved layers, old layouts, options that are refused. The rest is in test_parity.py."""
+"""The tests are about what only RWKV has: halved layers, old layouts, refused options.
+
+The rest is in test_parity.py.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def run(model: LanguageModel) -> Tensor:
 
 
 def test_halved_layers_are_the_same_model(tmp_path: Path) -> None:
-    """But for the epsilon of its norms, which is small beside anything but a halved stream."""
+    """Only the epsilon of its norms differs, which is small beside anything but a halved stream."""
     folder = write_checkpoint(tmp_path, rwkv_config(num_hidden_layers=4, rescale_every=2, layer_norm_epsilon=1e-9))
     halved = run(load_model(folder))
     config = json.loads((folder / "config.json").read_text())
@@ -38,7 +41,7 @@ def test_halved_layers_are_the_same_model(tmp_path: Path) -> None:
 
 
 def test_rwkv7_mixtures_may_be_one_tensor(tmp_path: Path) -> None:
-    """As in flash-linear-attention's first checkpoints."""
+    """The first checkpoints of flash-linear-attention have one tensor."""
     folder = write_checkpoint(tmp_path, rwkv7_config())
     expected = run(load_model(folder))
     tensors = load_file(folder / "model.safetensors")
@@ -73,7 +76,7 @@ def test_rwkv7_heads_must_share_the_model(tmp_path: Path) -> None:
 
 
 def test_rwkv7_sizes_that_are_not_given_grow_with_the_model() -> None:
-    """As flash-linear-attention chooses them, which is not always as in the paper's table."""
+    """flash-linear-attention chooses them so, not always as in the paper's table."""
     for n_model, ranks in ((768, (64, 128, 64, 32)), (1024, (64, 160, 64, 64)), (2048, (128, 224, 128, 64))):
         config = RWKV7Config(hidden_size=n_model)
         assert (

@@ -1,4 +1,4 @@
-"""xLSTM whose files hold products as one. Transformers 5.24 cannot load them: its initialisation of them fails."""
+"""Some files of xLSTM hold several products as one. Transformers 5.24 cannot load them: their initialisation fails."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def run(folder: Path) -> Tensor:
 @pytest.mark.parametrize("name", ["xlstm", "xlstm-biases"])
 def test_products_that_files_hold_as_one(name: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CONFIGS[name]())
-    expected = run(tmp_path)  # which the tests of parity compare
+    expected = run(tmp_path)  # The tests of parity compare these logits with transformers'.
     tensors = load_file(tmp_path / "model.safetensors")
     config = json.loads((tmp_path / "config.json").read_text())
     for i in range(config["num_blocks"]):
@@ -51,7 +51,10 @@ def test_products_that_files_hold_as_one(name: str, tmp_path: Path) -> None:
 
 
 def test_rows_with_padding_and_too_many_tokens_through_a_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forward takes a mask, though `generate` refuses one; prompts that transformers itself cuts are refused."""
+    """A forward takes a mask, although `generate` refuses one.
+
+    Prompts that transformers itself would cut are refused.
+    """
     tokens, mask = padded(3, 11)
     with attached("xlstm", 2) as (model, cache):
         together = logits(model, tokens, attention_mask=mask, **given(cache))

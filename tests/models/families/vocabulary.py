@@ -1,4 +1,4 @@
-"""What most random checkpoints have in common."""
+"""Holds what most random checkpoints have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Modules of attention that run on a memory as a whole: indexes, biases of queries, layers that run several times."""
+"""Modules of attention run on a memory as a whole.
+
+They have indexes, biases of queries, or layers that run several times.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,10 @@ NEXT = ids(5, seed=4)
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_chunks_crops_and_copies_of_rows_are_exact(name: str) -> None:
-    """Wrong drafts are taken back, then each row goes on as the other, and one of them twice."""
+    """Wrong drafts are taken back.
+
+    Then each row continues as the other, and one of them twice.
+    """
     tokens, mask = padded(9, 21)
     with attached(name, 2) as (model, cache):
         for begin, end in ((0, 5), (5, 14), (14, 21)):
@@ -77,7 +83,7 @@ def test_what_the_memory_would_not_know_of_is_refused(name: str, argument: str) 
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if name != "rwkv"])
 def test_an_option_of_attention_that_would_be_ignored_is_refused(name: str) -> None:
-    """RWKV-4's modules take none: transformers' own model does not pass any on."""
+    """RWKV-4's modules take none of these options: transformers' own model does not pass them on."""
     with attached(name, 1) as (model, cache):
         for options, named in (
             ({"softcap": 2.0}, "softcap=2.0"),
@@ -118,7 +124,7 @@ def test_another_formula_by_a_known_name_is_refused(name: str, kind: str) -> Non
 
 @pytest.mark.parametrize("name", [name for name in WHOLE if "loop" in name])
 def test_each_pass_of_a_loop_has_layers_of_its_own(name: str) -> None:
-    """Transformers has those of later passes behind all others, as its first pass adds them."""
+    """Transformers numbers the layers of later passes after all others, as its first pass adds them."""
     config = hf_model(name).config
     begin, end, n = config.loop_layer_index_start, config.loop_layer_index_end, len(config.layer_types)
     n_all = n + (config.loop_num_passes - 1) * (end - begin)
@@ -128,7 +134,7 @@ def test_each_pass_of_a_loop_has_layers_of_its_own(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["rwkv", "xlstm"])
 def test_generate_finds_what_an_attached_model_takes(name: str) -> None:
-    """`generate` reads the signature of `forward`. That of RWKV-4 names no cache and ends in `**kwargs`."""
+    """`generate` reads the signature of `forward`. RWKV-4's names no cache and ends in `**kwargs`."""
     with attached(name, 1) as (model, cache):
         parameters = inspect.signature(model.forward).parameters
         assert {CACHE_NAME, "position_ids", *inspect.signature(type(model).forward).parameters} - {"self"} == {

@@ -1,4 +1,7 @@
-"""What `HybridCache` can do that transformers' caches cannot, and what it refuses. `generate` is next door."""
+"""`HybridCache` can do more than transformers' caches, and refuses some calls.
+
+The tests of `generate` are in `test_hf_generate.py`.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,21 @@ def off_by(actual: Tensor, expected: Tensor) -> float:
     return float((actual - expected).abs().max())
 
 
-# Going back
+# The tests below go back.
 
 
 def own_cache(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
-    """transformers' own, and how the model wants it."""
+    """Return transformers' own cache, and how the model takes it."""
     cache = DynamicCache(config=model.config)
     return cache, {MAMBA_CACHE_NAME: cache} if model.config.model_type == "mamba" else given(cache)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_crop_is_exact_where_transformers_is_silently_wrong(name: str) -> None:
-    """Its crop cuts the convolution's window and K/V, and leaves the recurrent state where the drafts brought it."""
+    """Transformers' crop cuts the convolution's window and K/V.
+
+    It leaves the recurrent state where the drafts brought it.
+    """
     with attached(name, 1) as (model, cache):
         logits(model, PROMPT, **given(cache))
         logits(model, DRAFTS, **given(cache))
@@ -92,7 +98,7 @@ def test_crop_by_columns_of_rows_with_padding() -> None:
 
 
 def test_columns_in_which_every_row_has_padding_are_counted() -> None:
-    """As a tokenizer leaves them that pads to a multiple of 8."""
+    """A tokenizer that pads to a multiple of 8 leaves such columns."""
     tokens, mask = padded(8, 5, 3)
     with attached("bamba", 2) as (model, cache):
         actual = generate(model, tokens[1:], mask[1:], **given(cache)).sequences
@@ -104,7 +110,7 @@ def test_columns_in_which_every_row_has_padding_are_counted() -> None:
 
 
 def test_a_crop_out_of_reach_changes_no_row() -> None:
-    """Row 0 could go there, row 1 could not."""
+    """Row 0 could go back that far, but row 1 could not."""
     tokens, mask = padded(1, 30)
     with attached("jamba", 2, rollback_window=8) as (model, cache):
         logits(model, tokens, attention_mask=mask, **given(cache))
@@ -116,7 +122,7 @@ def test_a_crop_out_of_reach_changes_no_row() -> None:
         assert [sequence.length for sequence in cache.sequences] == [1, 30] and cache.get_seq_length() == 30
 
 
-# Rows
+# The tests below are about rows.
 
 
 def test_a_fork_goes_its_own_way() -> None:
@@ -174,7 +180,7 @@ def test_a_cached_prompt_is_continued_several_times() -> None:
 
 
 def test_a_sequence_may_move_between_forwards() -> None:
-    """Its handle is the caller's: marked, saved, taken back. The cache only looks."""
+    """Its handle belongs to the caller, who marks, saves and rolls it back. The cache only reads its length."""
     with attached("bamba", 1) as (model, cache):
         (sequence,), memory = cache.sequences, cache.memory
         logits(model, PROMPT, **given(cache))
@@ -187,7 +193,7 @@ def test_a_sequence_may_move_between_forwards() -> None:
     assert_logits_close(actual[0], logits(hf_model("bamba"), torch.cat([PROMPT, NEXT], 1))[0, 14:])
 
 
-# All or nothing
+# The tests below are about calls that change everything or nothing.
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
@@ -234,7 +240,7 @@ def test_nothing_carries_gradients() -> None:
         assert model(PROMPT).logits.requires_grad  # Without a HybridCache, gradients are computed as before.
 
 
-# Attaching
+# The tests below are about attaching.
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -253,7 +259,7 @@ def test_detached_a_model_is_as_before(name: str) -> None:
 
 
 def test_attach_keeps_a_forward_that_others_replaced() -> None:
-    """As accelerate does."""
+    """accelerate replaces it, for example."""
     model = copy.deepcopy(hf_model("jamba"))
     theirs = model.forward
     model.forward = lambda *args, **kwargs: theirs(*args, **kwargs)  # type: ignore[method-assign]
@@ -270,8 +276,8 @@ def test_attach_keeps_a_forward_that_others_replaced() -> None:
 
 
 def test_every_method_of_a_transformers_cache_is_answered() -> None:
-    """One that a later version adds must not fall through to layers that are not there."""
-    inherited = {"get_query_offset", "is_sliding", "is_dummy"}  # of what is overridden, or of no layers
+    """A method that a later version adds must not reach layers that do not exist."""
+    inherited = {"get_query_offset", "is_sliding", "is_dummy"}  # These belong to overridden methods, or need no layers.
     public = {name for name in vars(Cache) if not name.startswith("_")}
     assert public - vars(HybridCache).keys() == inherited
 
@@ -407,7 +413,7 @@ def test_a_model_that_cannot_be_attached_is_refused() -> None:
 
 
 def test_modules_of_another_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not run as they are, which would leave their layers out of the memory."""
+    """If they ran unchanged, their layers would be left out of the memory."""
     monkeypatch.delitem(MIXERS, "JambaMambaMixer")
     with pytest.raises(
         UnsupportedModelError, match="2 recurrent layers of JambaForCausalLM, of which 0 have a module that is known"
@@ -416,7 +422,7 @@ def test_modules_of_another_transformers_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_attach_goes_by_what_a_module_does_not_by_its_name() -> None:
-    """A subclass is run like its base; another formula of the same name is not."""
+    """A subclass runs like its base. Another formula under the same name does not."""
     model = copy.deepcopy(hf_model("jamba"))
     model.__class__ = type("MyJamba", (type(model),), {})
     mixer = next(module for module in model.modules() if type(module).__name__ == "JambaMambaMixer")
@@ -446,7 +452,7 @@ def test_what_attention_asks_for_and_a_memory_cannot_do_is_refused() -> None:
 
 
 def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None:
-    """The second begins while the first is inside, and ends after it."""
+    """The second thread begins while the first is inside, and ends after it."""
     model, inside, others = hf_model("llama"), Event(), Event()
     with attach(model) as bridge:
         caches = []
@@ -480,7 +486,7 @@ def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None
             assert_logits_close(actual, expected)
 
 
-# by torch, when it is asked to compile
+# Torch warns of this when it is asked to compile.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_compiled_model_is_refused() -> None:
     with pytest.raises(
@@ -494,12 +500,15 @@ def test_a_compiled_model_is_refused() -> None:
         assert cache.get_seq_length() == 0
 
 
-# Exceptions from outside
+# The tests below are about exceptions from outside.
 
 
 @pytest.mark.parametrize("number", HANDLERS)
 def test_an_interrupted_forward_leaves_the_model_as_it_was(number: int) -> None:
-    """Behind it the model runs with transformers' own cache, and with a HybridCache, as if nothing had been."""
+    """Afterwards the model runs with transformers' own cache, and with a HybridCache.
+
+    Both work as if nothing had happened.
+    """
     with attached("jamba", 1) as (model, cache):
         expected, own = logits(model, PROMPT, **given(cache)), logits(model, PROMPT, use_cache=False)
 

@@ -1,4 +1,4 @@
-"""Routing, against its definition token by token."""
+"""The tests compare routing with its definition, token by token."""
 
 from __future__ import annotations
 
@@ -70,15 +70,13 @@ def test_a_scaled_tensor_is_taken_times_its_factors(tmp_path) -> None:
 
 
 class AsOnGpu(torch.Tensor):
-    """A tensor of the CPU that says that it is on a GPU."""
+    """A tensor on the CPU that claims to be on a GPU."""
 
     is_cuda = True
 
 
 def test_all_experts_at_once_are_the_chosen_ones() -> None:
-    """What runs on a GPU when most experts are chosen; an expert that overflows on other tokens than its own does no
-    harm.
-    """
+    """A GPU runs all experts at once if most are chosen. An expert that overflows for tokens of others does no harm."""
     generator = torch.Generator().manual_seed(5)
     weights, n_rows = torch.randn(4, 6, 6, generator=generator), list[int]()
 

@@ -1,4 +1,4 @@
-"""Packed weights: the same product, nothing kept twice, and plain products where packing is impossible."""
+"""Packed weights give the same product and are held once. Where packing is impossible, plain products are used."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def test_one_or_two_rows_are_rows_of_a_product_of_four(activation: str | None) -
 
 
 def test_onednn_meets_few_numbers_of_rows() -> None:
-    """It keeps code for each, half a MiB; a server's steps have any number of rows. A quarter is added at most."""
+    """oneDNN keeps half a MiB of code for each number of rows.
+
+    Steps of a server have any number, so rows are padded by up to a quarter.
+    """
     given: list[int] = []
 
     class Watch(TorchDispatchMode):
@@ -89,7 +92,10 @@ def test_weights_and_bias_need_not_be_contiguous() -> None:
 def test_products_of_16_bits_are_packed_as_what_the_processor_multiplies(
     is_fast: bool, n_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bias and a fused activation too; where it multiplies float32 only, weights are that."""
+    """This also holds with a bias and a fused activation.
+
+    If the processor only multiplies float32, the weights are float32.
+    """
     is_fast = is_fast and multiplies_bfloat16()
     monkeypatch.setattr(packing, "multiplies_bfloat16", lambda: is_fast)
     weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((640, 512), (640,), (n_rows, 512)))
@@ -126,8 +132,9 @@ def test_models_run_the_same_where_nothing_can_be_packed(
 
 @pytest.mark.parametrize("name", ["jamba-two-of-four-experts", "mamba"])
 def test_weights_are_held_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain, as many bytes as the file's tensors; packed, the tied head beside its mapped embedding on top, and
-    padding.
+    """Plain weights take as many bytes as the file's tensors.
+
+    Packed weights add the padding and a packed copy of the tied head.
     """
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     packed = weight_bytes(load_model(folder))

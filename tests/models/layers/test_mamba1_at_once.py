@@ -1,4 +1,4 @@
-"""Mamba-1's recurrence over few rows in one call."""
+"""Mamba-1's recurrence over few rows runs in one call."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MAMBA = MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_s
 def test_one_call_has_the_bits_of_many(
     config: PreTrainedConfig, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through prompts, steps and rollbacks of several sequences, with and without the norms of Jamba."""
+    """This holds through prompts, steps and rollbacks of several sequences, with and without the norms of Jamba."""
     write_checkpoint(tmp_path, config)
     n_at_once, histories = 0, list[torch.Tensor]()
 

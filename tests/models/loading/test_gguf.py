@@ -1,4 +1,7 @@
-"""GGUF files: every family's tensors, config and tokenizer, the types that people have, and what is refused."""
+"""GGUF files are read: the tensors, config and tokenizer of every family, and the number types that people use.
+
+Bad files are refused.
+"""
 
 from __future__ import annotations
 
@@ -56,22 +59,24 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
     if "mscale" in (rope := getattr(config, "rope_parameters", None) or {}):
         rope["mscale"] = rope["mscale_all_dim"]  # Files say one of the two.
     if hasattr(config, "time_step_limit"):
-        config.time_step_limit = (0.0, float("inf"))  # llama.cpp knows no other
-    if config.model_type in ("kimi_linear", "bailing_hybrid"):  # Likewise; and Kimi Linear's files know no groups.
+        config.time_step_limit = (0.0, float("inf"))  # llama.cpp supports no other limit.
+    # llama.cpp supports no other values, and files of Kimi Linear know no groups.
+    if config.model_type in ("kimi_linear", "bailing_hybrid"):
         config.attention_bias, config.kda_safe_gate = False, True
         config.linear_num_heads = config.num_attention_heads
         for part in ("mscale", "mscale_all_dim"):
             rope.pop(part, None)
     if config.model_type == "deepseek_v32":
-        config.attention_bias = False  # likewise
-    if config.model_type == "glm5_next":  # Likewise; and each layer of attention has an index of its own.
+        config.attention_bias = False  # llama.cpp supports no other value.
+    # llama.cpp supports no other values, and each attention layer has an index of its own.
+    if config.model_type == "glm5_next":
         text = config.text_config
         text.attention_bias, text.linear_num_heads, text.linear_lower_bound = False, text.num_attention_heads, -1.0
         text.indexer_types = ["full"] * len(text.indexer_types)
     if config.model_type == "kimi_linear":
         config.n_group, config.norm_topk_prob = 1, True
     if config.model_type == "lfm2_moe":
-        config.routed_scaling_factor = 1.0  # likewise
+        config.routed_scaling_factor = 1.0  # llama.cpp supports no other value.
     folder = write_checkpoint(tmp_path, config)
     expected = logits(load_model(folder))
     model = load_model(write_gguf(folder, tmp_path / "model.gguf"))
@@ -92,7 +97,7 @@ def test_experts_whose_first_products_are_one_tensor(name: str, tmp_path: Path) 
 
 
 def test_falcon_h1_whose_factors_are_in_its_weights(tmp_path: Path) -> None:
-    """llama.cpp knows its norm only behind the gate."""
+    """llama.cpp supports Falcon-H1's norm only after the gate."""
     config = CONFIGS["falcon-h1"]()
     config.mamba_norm_before_gate, config.key_multiplier, config.lm_head_multiplier = False, 0.7, 1.3
     config.ssm_multipliers, config.mlp_multipliers = [0.8, 1.1, 0.9, 1.2, 1.05], [1.4, 0.6]
@@ -133,7 +138,7 @@ def test_numbers_in_few_bits_are_those_of_the_library(kind: str, tmp_path: Path)
 
 
 def wide(name: str) -> Any:
-    """A config whose rows are blocks of 32 numbers."""
+    """Return a config whose rows are blocks of 32 numbers."""
     config = CONFIGS[name]()
     config.hidden_size, config.intermediate_size = 96, 64
     return config
@@ -143,7 +148,7 @@ def wide(name: str) -> Any:
 def test_k_quants_are_read_in_slices(
     kind: str, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random blocks, as the library turns them into floats; slices of the tensor give the same."""
+    """The library turns random blocks into floats, and slices of the tensor give the same floats."""
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
@@ -263,7 +268,7 @@ def test_what_a_file_holds_can_be_seen_without_loading_it(tmp_path: Path) -> Non
 def test_without_the_package_of_names_it_is_said_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its config and its tokenizer are read all the same."""
+    """The config and the tokenizer are read even without the package."""
     path = write_gguf(EMBEDDED, tmp_path / "embedded.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
     assert load_tokenizer(path).encode("a") and read_gguf_config(GgufFile(path))
@@ -281,7 +286,7 @@ def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_file_with_several_templates_has_them_by_name(tmp_path: Path) -> None:
-    """A prompt with tools is written by the one that is made for tools, as transformers chooses it."""
+    """A prompt with tools is written by the template that is made for tools, as in transformers."""
     folder = tmp_path / "folder"
     shutil.copytree(EMBEDDED, folder)
     (folder / "additional_chat_templates").mkdir()

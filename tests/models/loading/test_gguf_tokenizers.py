@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files are built from their headers; `tests/real` compares ids of real vocabularies."""
+"""Tokenizers are built from the headers of GGUF files. `tests/real` compares the ids of real vocabularies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = "In 2024, I'LL don't\n\n  stop   12345 café 你好 x != y_z\tГород 
 
 
 def write(path: Path, tokens: dict[str, int], model: str = "gpt2", pre: str | None = "gpt-2", **more: Any) -> Path:
-    """Write a file with a vocabulary (token -> type) and nothing else."""
+    """Write a file that has a vocabulary (token -> type) and nothing else."""
     writer = GGUFWriter(str(path), "llama")
     writer.add_tokenizer_model(model)
     writer.add_token_list([*tokens])
@@ -85,7 +85,7 @@ def test_signs_of_chinese_are_words_of_their_own_for_kimi() -> None:
 
 
 def test_added_tokens_keep_their_ids_and_texts(tmp_path: Path) -> None:
-    """Also spaces, which programs are indented with, and marks with letters that no byte is written with."""
+    """This also holds for spaces that indent programs, and for marks with letters that stand for no byte."""
     added = {"    ": USER_DEFINED, "<｜end▁of▁sentence｜>": CONTROL, "[PAD7]": USER_DEFINED}
     path = write(tmp_path / "m.gguf", of_bytes(**added), bos_token_id=len(LETTERS) + 2, add_bos_token=True)
     tokenizer, first = load_tokenizer(path), len(LETTERS) + 1
@@ -106,7 +106,7 @@ def test_a_word_of_the_vocabulary_is_taken_though_its_merges_lead_elsewhere(tmp_
 
 @pytest.mark.parametrize("adds_space", [True, False])
 def test_sentence_piece_merges_what_scores_highest(adds_space: bool, tmp_path: Path) -> None:
-    """And spells what it does not know by bytes. Spaces are as many as the text has, and one more where it begins."""
+    """Unknown text is spelled by bytes. All spaces of the text are kept, and one is added where the text begins."""
     words = ["▁", "a", "b", "c", "bc", "ab", "▁ab", "▁▁"]
     tokens = {"<unk>": 2, "<s>": CONTROL, "</s>": CONTROL} | {f"<0x{i:02X}>": BYTE for i in range(256)}
     tokens |= dict.fromkeys(words, NORMAL)

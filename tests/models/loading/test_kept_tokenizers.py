@@ -1,4 +1,4 @@
-"""Tokenizers whose build is slow are kept on disk: they are read as they were, and never for another header."""
+"""Tokenizers that are slow to build are kept on disk. They are read as they were, and never used for another header."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEXT = " ab  c<|im_end|> é"
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """The kinds of the tokenizers that were built, in a cache of its own in which all are kept."""
+    """Return the kinds of the tokenizers that were built. All of them are kept, in a cache of their own."""
     monkeypatch.setenv("HYBRID_MEMORY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(kept_tokenizers, "_SLOW_SECONDS", 0.0)
     kinds, build = list[str](), building._build

@@ -1,4 +1,4 @@
-"""Loading: every layout of a good checkpoint gives the same model, every bad one an error that names what is wrong."""
+"""Every layout of a good checkpoint gives the same model. A bad checkpoint gives an error that names what is wrong."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A good checkpoint, to be spoilt."""
+    """Write a good checkpoint, which tests then spoil."""
     return write_checkpoint(tmp_path / "good", jamba_config())
 
 
@@ -47,7 +47,7 @@ def run(model: LanguageModel) -> Tensor:
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
-    """Change entries of config.json; None takes one out."""
+    """Change entries of config.json. None removes an entry."""
     config = json.loads((folder / "config.json").read_text()) | changes
     (folder / "config.json").write_text(
         json.dumps({name: value for name, value in config.items() if value is not None})
@@ -60,7 +60,7 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> No
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
-# Good checkpoints
+# The tests below load good checkpoints.
 
 
 def test_shards_are_one_checkpoint(folder: Path, sharded: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_checkpoint_is_cast_to_the_dtype_asked_for(folder: Path, dtype: str | 
 
 
 def test_files_are_mapped_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that what was read leaves memory; tensors that are used where they are stay valid, as the embedding does."""
+    """A new mapping lets memory drop what was read. Tensors used in place, such as the embedding, stay valid."""
     folder = write_checkpoint(tmp_path / "model", jamba_config())
     expected = run(load_model(folder))
     opened = list[Path]()
@@ -138,7 +138,7 @@ def test_a_config_may_leave_its_dtype_out(folder: Path) -> None:
     assert load_model(folder).memory_spec.dtype == torch.float32
 
 
-# Progress and warnings
+# The tests below are about progress and warnings.
 
 
 def test_a_bar_is_shown_when_asked_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_tensors_that_nobody_takes_are_named(folder: Path) -> None:
         load_model(folder)
 
 
-# Bad files
+# The tests below load bad files.
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_config_that_contradicts_itself_is_refused(folder: Path, changes: dict
         load_model(folder)
 
 
-# Models that are not implemented
+# The tests below are about models that are not implemented.
 
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["JambaForSequenceClassification"], [], None])
@@ -279,7 +279,7 @@ def test_another_activation_is_right_or_refused(tmp_path: Path, config: Callable
     assert_logits_close(run(model), Peer.load(folder).logits(TOKENS))
 
 
-# Places, devices and dtypes
+# The tests below are about places, devices and dtypes.
 
 
 def test_a_file_is_no_folder(folder: Path) -> None:
@@ -312,7 +312,7 @@ def test_a_dtype_that_is_none_is_refused(folder: Path, dtype: Any) -> None:
         load_model(folder, dtype=dtype)
 
 
-# A model and the memory of another
+# The tests below combine a model with the memory of another.
 
 
 def test_the_memory_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -352,7 +352,7 @@ def test_errors_of_loading_are_errors_of_this_library() -> None:
 
 
 def test_every_architecture_is_listed_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that registers an architecture which is not listed would never be imported for it."""
+    """If a module registered an architecture that is not listed, nothing would import the module for it."""
     for module in iter_modules(families.__path__):
         import_module(f"hybridmem.models.families.{module.name}")
     listed, classes = architectures.Architectures(), dict(ARCHITECTURES)

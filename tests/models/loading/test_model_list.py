@@ -1,4 +1,4 @@
-"""transformers' list of its models is made once, and is the list that its package of models would make."""
+"""The list of transformers' models is made once. It is the list that transformers' own package of models would make."""
 
 from __future__ import annotations
 

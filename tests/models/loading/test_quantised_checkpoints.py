@@ -1,4 +1,4 @@
-"""Checkpoints that are stored quantised load as the dense weights that their format says."""
+"""Quantised checkpoints load as the dense weights that their format describes."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def is_linear(name: str, tensor: Tensor, unit: int) -> bool:
 def write_quantised(
     folder: Path, name: str, config: dict[str, Any], code: Coder, dtype: torch.dtype = torch.float32, unit: int = 8
 ) -> tuple[Path, Path]:
-    """Write a checkpoint with coded weights of products, and one with the dense weights that these stand for.
+    """Write a checkpoint with coded weights of products, and one with the dense weights that the codes stand for.
 
-    Weights whose rows or columns are no multiple of the `unit` stay as they are.
+    Weights whose rows or columns are no multiple of `unit` stay dense.
     """
     dense_folder = write_checkpoint(folder / "dense", CONFIGS[name](), dtype=dtype)
     coded_folder = folder / "coded"
@@ -95,10 +95,11 @@ def decoded(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def check_equal(coded: Path, dense: Path, dtype: torch.dtype = torch.float32, *, in_own_bits: bool = IS_LONG) -> None:
-    """Every weight is the dense one, bit by bit, and so are the logits; without numbers all names and shapes fit.
+    """Check that every weight is the dense one, bit by bit, and that the logits are equal.
 
-    Of products in the file's own bits, sums alone are rounded otherwise. They are computed in the long form, and by
-    default in one case: a kernel for each layout takes seconds to compile, and `test_gguf_forms.py` tests the products.
+    Without numbers, all names and shapes fit. Products in the file's own bits round only sums differently. They are
+    computed in the long form, and by default in one case: compiling a kernel for each layout takes seconds, and
+    `test_gguf_forms.py` tests the products.
     """
     checkpoint, unread = open_coded(coded, dtype), decoded(UnreadCheckpoint(coded, torch.float32))
     expected = load_file(dense / WEIGHTS)
@@ -114,11 +115,11 @@ def check_equal(coded: Path, dense: Path, dtype: torch.dtype = torch.float32, *,
         assert error < (1e-5 if dtype is torch.float32 else 4e-2)
 
 
-# compressed-tensors, as its own library writes it
+# The tests below read compressed-tensors, as its own library writes it.
 
 
 def extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
-    """The least and the largest number of everything that shares a scale."""
+    """Return the least and the largest number of each group that shares a scale."""
     if args.strategy == "tensor":
         return weight.min()[None], weight.max()[None]
     if args.strategy == "block":
@@ -132,7 +133,7 @@ def extremes(weight: Tensor, args: QuantizationArgs) -> tuple[Tensor, Tensor]:
 
 
 def compressed(format: str, scale_dtype: torch.dtype = torch.float32, **weights: Any) -> tuple[dict[str, Any], Coder]:
-    """A config and a coder of compressed-tensors."""
+    """Return a config and a coder of compressed-tensors."""
     args = QuantizationArgs(**weights)
     scheme = QuantizationScheme(targets=["Linear"], weights=args)
     compressor = BaseCompressor.get_value_from_registry(format)
@@ -181,7 +182,7 @@ def test_compressed_tensors(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3-next"])
 def test_compressed_tensors_in_16_bits(name: str, tmp_path: Path) -> None:
-    """Rounded once, which for scales of 16 bits is what the library's own arithmetic in 16 bits gives."""
+    """Weights are rounded once. For scales of 16 bits, the library's own arithmetic in 16 bits gives the same."""
     weights = COMPRESSED["int4 in groups, asymmetric"][1] | {"group_size": 4}
     config, code = compressed("pack-quantized", torch.bfloat16, **weights)
     coded, dense = write_quantised(tmp_path, name, config, code, torch.bfloat16, unit=4)
@@ -198,7 +199,7 @@ def test_large_tensors_become_dense_in_slices(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.parametrize("is_ordered", [True, False])
 def test_columns_whose_groups_are_listed(is_ordered: bool, tmp_path: Path) -> None:
-    """Columns of a group need not be neighbours; older files list -1 where they are."""
+    """Columns of a group need not be neighbours. Where they are, older files list -1."""
     config, code_in_order = compressed("int-quantized", **COMPRESSED["int8 in groups, asymmetric"][1])
 
     def code(weight: Tensor) -> Coded:
@@ -233,11 +234,11 @@ def test_groups_of_modules_have_schemes_of_their_own(tmp_path: Path) -> None:
     check_equal(coded, dense)
 
 
-# GPTQ and AWQ, packed here from the formats' descriptions
+# The tests below read GPTQ and AWQ, packed here from the formats' descriptions.
 
 
 def pack(codes: Tensor, bits: int, order: list[int]) -> Tensor:
-    """(n, m) codes -> int32 words (n, m * bits / 32), whose lowest bits hold the code that `order` names first."""
+    """Pack (n, m) codes into int32 words (n, m * bits / 32). The lowest bits hold the code that `order` names first."""
     in_words = codes.long().unflatten(-1, (-1, 32 // bits))
     words = sum(in_words[..., place] << bits * i for i, place in enumerate(order))
     assert isinstance(words, Tensor)
@@ -245,7 +246,7 @@ def pack(codes: Tensor, bits: int, order: list[int]) -> Tensor:
 
 
 def draw_codes(weight: Tensor, bits: int, n_groups: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes (rows, columns), and zero points and scales (rows, groups)."""
+    """Draw codes (rows, columns), and zero points and scales (rows, groups)."""
     most = 1 << bits
     codes = torch.randint(0, most, weight.shape)
     return codes, torch.randint(0, most, (len(codes), n_groups)), torch.rand(len(codes), n_groups) * 0.1 + 0.01
@@ -297,11 +298,11 @@ def test_awq(tmp_path: Path) -> None:
     check_equal(*write_quantised(tmp_path, "jamba", config, code))
 
 
-# FP8
+# The tests below read FP8.
 
 
 def float8(size: int | None, end: str = "weight_scale_inv") -> Coder:
-    """Random codes and scales of blocks; those at the edges may be smaller."""
+    """Draw codes and scales of blocks. Blocks at the edges may be smaller."""
 
     def code(weight: Tensor) -> Coded:
         codes = weight.to(torch.float8_e4m3fn)
@@ -323,7 +324,7 @@ def float8(size: int | None, end: str = "weight_scale_inv") -> Coder:
 @pytest.mark.parametrize("name", ["qwen3-next", "granite-moe-hybrid"])
 @pytest.mark.parametrize("size", [8, 16])
 def test_fp8_in_blocks(name: str, size: int, tmp_path: Path) -> None:
-    """Experts lie in the file one by one, or stacked with three axes."""
+    """A file holds experts one by one, or stacked with three axes."""
     config = {"quant_method": "fp8", "weight_block_size": [size, size], "modules_to_not_convert": ["lm_head"]}
     check_equal(*write_quantised(tmp_path, name, config, float8(size), unit=1))
 
@@ -357,7 +358,7 @@ def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     assert coded_names
 
 
-# What is damaged, and what is not read
+# The tests below are about what is damaged, and what is not read.
 
 NAME = "model.layers.1.mlp.up_proj."
 

@@ -1,4 +1,4 @@
-"""Weights in bfloat16 whose products are compiled for processors that multiply pairs of them, or whole tiles."""
+"""Weights in bfloat16 have products that are compiled for processors that multiply pairs or whole tiles of bfloat16."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (64, 96), (80, 768), (250, 512)
 
 @pytest.fixture(params=[True, False], ids=["tiles", "pairs"], autouse=True)
 def has_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the processor multiplies tiles, or is taken for one that multiplies pairs alone."""
+    """Return whether the processor multiplies tiles. One test treats it as a processor that multiplies only pairs."""
     has: bool = request.param
     if has and not KERNELS["tiles"].applies():
         pytest.skip("this processor multiplies no tiles, or Linux does not let us")
@@ -43,7 +43,7 @@ def drawn(*shape: int) -> torch.Tensor:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[blocked.BlockedWeight]:
-    """The weights of every product that is computed by the compiled kernels."""
+    """Return the weights of all products that the compiled kernels compute."""
     multiply, found = blocked.BlockedWeight.multiply, list[blocked.BlockedWeight]()
 
     def noted(weight: blocked.BlockedWeight, *arguments: Any) -> torch.Tensor:
@@ -59,7 +59,7 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[blocked.BlockedWeight]:
 def test_a_product_is_that_of_plain_torch_and_a_row_has_the_same_bits_in_any_company(
     shape: tuple[int, int], activation: str | None, products: list[blocked.BlockedWeight]
 ) -> None:
-    """With and without a bias, for numbers of rows around those of the kernel's tiles, and for rows of float32."""
+    """Cases have a bias or none, rows of float32, and numbers of rows near those of the kernel's tiles."""
     weight, bias, x = drawn(*shape), drawn(shape[0]), drawn(71, shape[1])
     for b in (None, bias):
         linear = Linear(weight / shape[1] ** 0.5, bias=b, activation=activation)
@@ -107,7 +107,7 @@ def test_onednn_is_kept_where_it_alone_may_use_tiles(
 
 
 def test_products_of_onednn_and_of_threads_beside_do_not_disturb_each_other() -> None:
-    """What a thread leaves in its registers must not reach another's product, or another library's."""
+    """What a thread leaves in its registers must not change another thread's or another library's product."""
     weight = drawn(640, 512) / 22
     ours, theirs = Linear(weight), PackedWeight(weight, torch.bfloat16)
     rows = [drawn(n, 512) for n in (1, 5, 16, 33, 70)]

@@ -1,4 +1,4 @@
-"""Norms, gates and sums that are computed in one call with the products of few rows."""
+"""Norms, gates and sums are computed in one call with the products of few rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 )
 @pytest.mark.parametrize(("n_in", "n_out"), [(33, 17), (64, 200)])
 def test_one_call_has_the_bits_of_many(dtype: torch.dtype, format: IntegerFormat | None, n_in: int, n_out: int) -> None:
-    """For residual streams in the weights' dtype and in float32, and rows around the most that are computed so."""
+    """Residual streams have the weights' dtype or float32. There are a few rows, or slightly too many."""
     with nullcontext() if format is None else weights_in(format, torch.device("cpu")):
         first = Linear(drawn(n_out, n_in, dtype=dtype), activation="silu")
         second = Linear(drawn(70, n_in, dtype=dtype), bias=drawn(70, dtype=dtype))
@@ -61,7 +61,7 @@ def test_one_call_has_the_bits_of_many(dtype: torch.dtype, format: IntegerFormat
 def test_a_gated_mlp_in_one_call_has_the_bits_of_many(
     dtype: torch.dtype | None, n_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`dtype=None` stands for bfloat16 on a processor that multiplies float32 only."""
+    """`dtype=None` stands for bfloat16 on a processor that only multiplies float32."""
     if dtype is None:
         dtype = torch.bfloat16
         monkeypatch.setattr(packed, "multiplies_bfloat16", lambda: False)
@@ -85,7 +85,7 @@ def test_a_copy_reads_its_own_weights() -> None:
 
 
 def test_what_is_not_for_one_call_takes_many() -> None:
-    """Norms of other kinds, rows that are not whole, scales, and kernels that the environment names."""
+    """Such cases are other kinds of norms, rows that are not contiguous, scales, and kernels that a user has named."""
     linear, x = Linear(torch.randn(12, 16)), torch.randn(2, 40)[:, 3:19]
     layer_norm, norm = LayerNorm(torch.ones(16), None, 1e-5), RMSNorm(torch.ones(16), 1e-5)
     assert torch.equal(normed_products(x, layer_norm, linear)[0], linear(layer_norm(x)))

@@ -1,4 +1,4 @@
-"""Memory that weights of products share, in huge pages."""
+"""Weights of products share memory in huge pages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def test_no_two_weights_overlap_whatever_thread_asks() -> None:
 def test_a_tensor_is_as_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     found = huge_pages.empty(*shape, dtype=dtype)
     assert found.shape == shape and found.dtype == dtype and found.is_contiguous()
-    assert found.untyped_storage().nbytes() == found.nbytes  # So a copy copies nothing else.
+    # The storage has no other bytes, so a copy of it copies nothing else.
+    assert found.untyped_storage().nbytes() == found.nbytes
 
 
 def test_memory_is_given_back_with_the_last_weight(monkeypatch: pytest.MonkeyPatch) -> None:

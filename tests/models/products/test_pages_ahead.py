@@ -1,4 +1,4 @@
-"""Memory for weights that a thread takes ahead of time: weights lie there, and what they do not use is given back."""
+"""A thread takes memory for weights ahead of time. Weights are stored there, and unused memory is given back."""
 
 from __future__ import annotations
 

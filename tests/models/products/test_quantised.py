@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: their products, how they are rounded, what they take, and what cannot be."""
+"""Weights in 8 and 4 bits: the tests check their products, their rounding, their bytes and their refusals."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ BY_INTEGERS = [name for name, kernel in KERNELS.items() if kernel.layouts is not
 
 
 def cases() -> list[tuple[IntegerFormat, torch.dtype, str]]:
-    """For each format and dtype the fastest kernel of this processor, and for weights in 4 bits every other.
+    """List the fastest kernel of each format and dtype on this processor, and for 4 bits every other kernel too.
 
-    Compiling takes seconds for each, and kernels read integers of other bits by the same code. By default one dtype
-    of weights in 8 bits.
+    Kernels read integers of other bits by the same code, and compiling each takes seconds. So by default, weights in 8
+    bits are tested with one dtype.
     """
     found: list[tuple[IntegerFormat, torch.dtype, str]] = []
     for format, dtype in itertools.product(FORMATS, DTYPES):
@@ -56,7 +56,7 @@ with_kernels = pytest.mark.parametrize(("format", "dtype", "by"), cases(), indir
 
 @pytest.fixture
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernel that multiplies: those that are faster are left out."""
+    """Make one kernel multiply by leaving out the faster ones."""
     left = BY_INTEGERS[BY_INTEGERS.index(request.param) :]
     monkeypatch.setattr(kernels, "KERNELS", {name: KERNELS[name] for name in left})
     return str(request.param)
@@ -71,7 +71,7 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_a_product_is_that_of_the_rounded_weights(
     format: IntegerFormat, dtype: torch.dtype, by: str, shape: tuple[int, int]
 ) -> None:
-    """With and without a bias, for numbers of rows around those of the kernel's tiles, in float32 too."""
+    """This holds with and without a bias, in float32 too, and for numbers of rows near those of the kernel's tiles."""
     n_out, n_in = shape
     weight = QuantisedWeight.rounded(drawn(*shape, dtype=dtype) / n_in**0.5, format)
     for n_rows in (0, 1, 2, 4, 5, 8, 9, 16, 31, 67):
@@ -83,7 +83,7 @@ def test_a_product_is_that_of_the_rounded_weights(
 
 
 def coarser(dtype: torch.dtype) -> torch.dtype:
-    """The dtype whose tolerance holds for results in this one."""
+    """Return the dtype whose tolerance holds for results in this dtype."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
@@ -112,10 +112,10 @@ has_exact_sums = pytest.mark.skipif(
 @pytest.mark.parametrize("format", ["int8", "int4"])
 @pytest.mark.parametrize("n_out", [5, 64, 100])
 def test_sums_of_groups_are_exact(format: IntegerFormat, n_out: int) -> None:
-    """Rows keep twelve bits below the largest number of a group; what a group adds is rounded once."""
+    """Rows keep twelve bits below the largest number of a group. The sum of a group is rounded once."""
     weight = QuantisedWeight.rounded(drawn(n_out, 330, dtype=torch.bfloat16), format)
     x = (torch.randn(19, 330) * torch.logspace(-4, 4, 330)[torch.randperm(330)]).bfloat16()
-    x[7] = 255.0  # all weights times the largest significand: sums of a group that just fit
+    x[7] = 255.0  # All numbers have the largest significand, so the sums of a group just fit.
     groups, weights = F.pad(x.double(), (0, 22)).view(19, 11, 32), F.pad(weight.dense().double(), (0, 22))
     unit = 2.0 ** (groups.abs().amax(-1, keepdim=True).log2().floor() - 11)
     groups, total = (groups / unit).round() * unit, torch.zeros(19, n_out, dtype=torch.float64)
@@ -130,7 +130,10 @@ def test_sums_of_groups_are_exact(format: IntegerFormat, n_out: int) -> None:
 @has_exact_sums
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_numbers_at_the_ends_of_their_range_spoil_no_other_row_or_group(format: IntegerFormat) -> None:
-    """Sums of groups that are too small beside their row are zero, of what is no number NaN, in their rows."""
+    """A group's sum that is too small beside its row becomes zero.
+
+    A row with NaN or infinity gives NaN in its own output.
+    """
     weight = QuantisedWeight.rounded(drawn(20, 96, dtype=torch.bfloat16), format)
     x = drawn(20, 96, dtype=torch.bfloat16)
     plain = weight.multiply(x, None)
@@ -149,7 +152,7 @@ def test_numbers_at_the_ends_of_their_range_spoil_no_other_row_or_group(format: 
     ("format", "dtype", "by"), [case for case in cases() if case[1] != torch.float16], indirect=["by"]
 )
 def test_rows_of_any_size_have_their_products(format: IntegerFormat, dtype: torch.dtype, by: str) -> None:
-    """Up to the largest number, beside rows of zeros and others: sums are finite wherever the product is."""
+    """Rows reach up to the largest number, beside rows of zeros. Sums are finite wherever the product is."""
     weight, largest = QuantisedWeight.rounded(drawn(20, 96, dtype=dtype) / 30, format), torch.finfo(dtype).max
     for n_rows in (1, 3, 9, 40):
         x = (torch.rand(n_rows, 96) + 1) / 2 * torch.randn(n_rows, 96).sign()
@@ -169,7 +172,7 @@ def test_rows_of_any_size_have_their_products(format: IntegerFormat, dtype: torc
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_weights_are_rounded_to_the_nearest_integer_of_their_group(format: IntegerFormat) -> None:
-    """Groups of zeros and of one size stay; of others the error is bounded by the largest weight."""
+    """Groups of zeros or of equal numbers stay exact. In others, the largest weight bounds the error."""
     weight = torch.randn(48, 96) * torch.logspace(-34, 36, 48)[:, None]
     weight[3, 32:64], weight[4, :32] = 0.0, 0.25
     rounded = QuantisedWeight.rounded(weight, format).dense()
@@ -228,7 +231,7 @@ def test_several_weights_and_slices_are_read_in_place() -> None:
 def test_a_model_computes_with_the_rounded_weights(
     name: str, dtype: str, format: IntegerFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same model with the twin's products; and it is another one than that of the whole weights."""
+    """The model equals one with the products of the dense twin, and differs from the model with unrounded weights."""
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     models = [load_model(folder, dtype=dtype, weights=format), load_model(folder, dtype=dtype)]
     rounded, whole = map(logits, models)

@@ -1,4 +1,4 @@
-"""Pictures in the prompts of a model that sees: its logits are transformers', and so they stay on every way back."""
+"""A model that sees gives transformers' logits for prompts with pictures, and keeps them on every way back."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_step_mixes_pictures_text_and_single_tokens_of_several_sequences(seein
 
 
 def test_what_follows_a_picture_keeps_its_positions_on_every_way_back(seeing: Seeing, tmp_path: Path) -> None:
-    """Positions behind a picture are less than the number of tokens before, so nothing but the tokens can say them."""
+    """Positions after a picture are less than the number of tokens before. So only the tokens can tell them."""
     wide = seeing.read(WIDE)
     parts = [7, 8, 9, wide, 10, 11, 12, 13, 14, 15]
     expected = seeing.expected(parts, [WIDE])

@@ -1,4 +1,4 @@
-"""Tensors in few bits: single numbers are those of the whole tensor's floats."""
+"""Single numbers of tensors in few bits equal those of the whole tensor's floats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in the few bits in which files store them: blocks of GGUF, their products and rows, and whole models."""
+"""Weights keep the few bits in which GGUF files store them: blocks, products, rows, and whole models."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def drawn_plain(name: str, n_out: int, n_in: int, dtype: torch.dtype) -> CodedTe
 
 
 def drawn(name: str, n_out: int, n_blocks: int, dtype: torch.dtype = torch.bfloat16) -> CodedTensor:
-    """A weight of random blocks, whose floats are numbers of a usual size."""
+    """Return a weight of random blocks, whose floats are numbers of a usual size."""
     if name in PLAIN:
         return drawn_plain(name, n_out, (7, 150, 320)[n_blocks - 1], dtype)
     form, random = FORMS[name], np.random.default_rng(n_out + 100 * n_blocks)
@@ -103,7 +103,7 @@ def kept(weight: CodedTensor) -> QuantisedWeight:
 
 @pytest.mark.parametrize("name", FORMS)
 def test_blocks_stand_for_the_numbers_of_the_gguf_package(name: str) -> None:
-    """All bytes there are: denormal scales, infinite ones and NaN too."""
+    """All bytes are tried, also those of scales that are denormal, infinite or NaN."""
     form, kind = FORMS[name], GGMLQuantizationType[name]
     raw = np.random.default_rng(1).integers(0, 256, (64, 3 * form.block_bytes), dtype=np.uint8)
     found = CodedTensor(form, [torch.from_numpy(raw)], 3 * form.n_block, torch.float32).dense()
@@ -122,7 +122,7 @@ OTHERS = ["Q2_K", "Q3_K", "Q4_1", "Q6_K", "4 bits with zero points"]
 
 @pytest.mark.parametrize("name", [*FORMS, *PLAIN] if IS_LONG else FEW)
 def test_they_are_laid_out_one_for_one(name: str) -> None:
-    """And rows are read back from there; in 8 bits, too, where no kernel is for the form's own."""
+    """Rows are read back from the new layout. If no kernel reads the form itself, the layout has 8 bits."""
     for n_out, n_blocks in ((1, 1), (17, 2), (48, 3)):
         weight = drawn(name, n_out, n_blocks)
         expected, rows = weight.dense(torch.float32), torch.tensor([n_out - 1, 0, n_out // 2, 0])
@@ -149,7 +149,7 @@ EVERY_KERNEL = ("e4m3", "Q6_K") if IS_LONG else ("e4m3",)
 
 
 def cases() -> list[tuple[str, str]]:
-    """The fastest kernel, and for some all others."""
+    """List the fastest kernel of each form, and for some forms all others."""
     able, found = [name for name in BY_INTEGERS if KERNELS[name].applies()], []
     for name in MANY:
         layout = FORMS[name].layout if name in FORMS else PLAIN[name]
@@ -160,7 +160,7 @@ def cases() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "kernel"), cases())
 def test_a_product_is_that_of_the_floats(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For awkward shapes, all numbers of rows, and rows that have the same bits in any company."""
+    """Shapes are awkward and rows have any number. A row has the same bits in any batch."""
     monkeypatch.setattr(kernels, "KERNELS", {kernel: KERNELS[kernel]} | {"": KERNELS["integers as float32"]})
     reads = KERNELS[kernel].rows
     for n_out, n_blocks in ((1, 1), (17, 2), (50, 3)):
@@ -211,7 +211,7 @@ def test_inputs_change_place_with_their_scales(name: str, width: int) -> None:
     expected = weight.dense().view(20, -1, width)[:, order].view(20, -1)
     assert torch.equal(moved.dense(), expected)
     assert torch.equal(kept(moved).dense(), moved.dense(torch.float32))
-    assert weight.with_inputs(torch.randperm(n_in // 16), 16) is None  # they share a scale, or are read at once
+    assert weight.with_inputs(torch.randperm(n_in // 16), 16) is None  # Such inputs share a scale, or are read at once.
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -234,7 +234,10 @@ def test_weights_of_several_forms_are_one_product(dtype: torch.dtype) -> None:
 @only_in_long
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the processors named here are x86")
 def test_weights_of_several_forms_on_processors_without_avx512(tmp_path: Path) -> None:
-    """There some kernels read rows of bfloat16 as float32. Most files of GGUF have such weights, as Q4_K_M."""
+    """Without AVX-512, some kernels read rows of bfloat16 as float32.
+
+    Most GGUF files mix forms, for example those of type Q4_K_M.
+    """
     test = f"{__file__}::{test_weights_of_several_forms_are_one_product.__name__}"
     names = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "", "HYBRID_MEMORY_CACHE": str(tmp_path)}
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", test]
@@ -260,7 +263,10 @@ WIDE: dict[str, Callable[[], PreTrainedConfig]] = {
 
 @pytest.mark.parametrize("name", one_in(2, WIDE))
 def test_models_keep_the_bits_of_their_files(name: str, tmp_path: Path) -> None:
-    """The same logits as with floats; what is no product has floats, and no bits are held twice."""
+    """The logits are those of a model with floats.
+
+    Weights that are in no product are floats, and no bits are held twice.
+    """
     config = WIDE[name]()
     if hasattr(config, "time_step_limit"):
         config.time_step_limit = (0.0, float("inf"))
@@ -280,7 +286,7 @@ def test_models_keep_the_bits_of_their_files(name: str, tmp_path: Path) -> None:
 
 
 def coded_of(thing: object, seen: set[int] | None = None) -> list[str]:
-    """The tensors in few bits that a model holds, beside what holds them for products."""
+    """Return the tensors in few bits that a model holds outside its products."""
     seen = set() if seen is None else seen
     if id(thing) in seen:
         return []
@@ -295,7 +301,7 @@ def coded_of(thing: object, seen: set[int] | None = None) -> list[str]:
 
 
 class Counted:
-    """Counts how often a model runs: a replay does not run it."""
+    """Counts how often a model runs. A replay does not run it."""
 
     is_recordable = True
 
@@ -309,9 +315,9 @@ class Counted:
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_steps_that_read_rows_of_packed_weights_are_replayed(is_tied: bool, tmp_path: Path) -> None:
-    """Of an embedding that is also the head, or one in a form of its own, beside weights in several forms."""
+    """The embedding is also the head, or has a form of its own. Other weights have several forms."""
     config = llama_config(hidden_size=96, intermediate_size=64, tie_word_embeddings=is_tied)
-    kind, other = ("Q4_1", "Q8_0") if IS_LONG else ("Q8_0", "F16")  # One layout less to compile.
+    kind, other = ("Q4_1", "Q8_0") if IS_LONG else ("Q8_0", "F16")  # Then there is one layout less to compile.
     path = write_gguf(write_checkpoint(tmp_path, config), tmp_path / "model.gguf", kind, others={"attn_v": other})
     counted, found = Counted(load_model(path)), []
     for each in (counted.model, RecordedModel(counted)):
@@ -324,7 +330,7 @@ def test_steps_that_read_rows_of_packed_weights_are_replayed(is_tied: bool, tmp_
 
 
 def test_few_bits_of_our_own_leave_eight_to_the_vocabulary(tmp_path: Path) -> None:
-    """A tied head is held once; what a file has in few bits already is not rounded a second time."""
+    """A tied head is held once. Weights that have few bits in the file are not rounded a second time."""
     folder, name = write_checkpoint(tmp_path, CONFIGS["llama-biases-tied"]()), "model.embed_tokens.weight"
     config, cpu = read_config(folder)[0], torch.device("cpu")
     floats = Vocabulary.load(Checkpoint(folder, cpu, torch.float32), config, name)
@@ -338,7 +344,7 @@ def test_few_bits_of_our_own_leave_eight_to_the_vocabulary(tmp_path: Path) -> No
 
 
 def test_plans_know_the_bytes_of_the_files_bits(tmp_path: Path) -> None:
-    """And what has few bits already is not rounded a second time."""
+    """Weights that have few bits in the file are not rounded a second time."""
     config = llama_config(hidden_size=96, intermediate_size=64, tie_word_embeddings=True)
     folder = write_checkpoint(tmp_path, config)
     for kind, bits in (("Q4_1", 5), ("Q8_0", 8.5)):

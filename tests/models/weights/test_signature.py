@@ -1,4 +1,7 @@
-"""The signature of weights: the same wherever they come from, another one for others; files of others are refused."""
+"""The signature of weights does not depend on where they come from.
+
+Other weights have another one, and their files are refused.
+"""
 
 from __future__ import annotations
 

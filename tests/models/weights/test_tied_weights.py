@@ -1,4 +1,4 @@
-"""Heads and embeddings that the config ties: the tensors that files hold are used, as transformers does."""
+"""If the config ties head and embedding, the tensors that files hold are used as in transformers."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ def drawn(like: Tensor, seed: int = 3) -> Tensor:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A checkpoint whose head differs from the embedding, although its config ties them."""
+    """Write a checkpoint whose head differs from the embedding, although its config ties them."""
     return edit(write_checkpoint(tmp_path / "own", llama_config()), lambda t: None, tie_word_embeddings=True)
 
 
 @pytest.fixture
 def tied(tmp_path: Path) -> Path:
-    """A checkpoint without a head."""
+    """Write a checkpoint without a head."""
     return write_checkpoint(tmp_path / "tied", llama_config(tie_word_embeddings=True))
 
 
@@ -91,7 +91,7 @@ def warning_of(name: str) -> Any:
     return pytest.warns(UserWarning, match=f"{name} of .* differs from .* tie_word_embeddings=True; {name} is used")
 
 
-# A head of its own
+# The tests below are about models with a head of their own.
 
 
 @pytest.mark.parametrize("name", one_in(3, CAN_TIE))
@@ -160,7 +160,7 @@ def test_a_gguf_file_has_no_field_for_it(own: Path) -> None:
 
 
 def test_attached_models_are_told_of_nothing(own: Path) -> None:
-    """They compute with transformers' own head, and transformers has warned."""
+    """They compute with transformers' own head, and transformers has already warned."""
     peer = Peer.load(own).model
     with no_warnings(), attach(peer) as bridge:
         spec = bridge.memory_spec
@@ -168,11 +168,11 @@ def test_attached_models_are_told_of_nothing(own: Path) -> None:
         assert spec.weights == load_model(own).memory_spec.weights
 
 
-# The same head, or one of both names
+# The tests below are about the same head, or one of both names.
 
 
 def test_a_head_in_another_dtype_is_compared_in_the_models(tied: Path) -> None:
-    """Below the precision of bfloat16 both are the same."""
+    """Differences that bfloat16 does not show do not count."""
     edit(tied, lambda t: t.update({EMBEDDING: t[EMBEDDING].bfloat16()}))
     edit(tied, lambda t: t.update({HEAD: t[EMBEDDING].float() * (1 + 1e-4)}))
     with no_warnings():
@@ -222,13 +222,13 @@ def test_a_model_of_two_parts_may_hold_the_head_alone(tmp_path: Path) -> None:
 
 
 def test_a_head_that_neither_the_file_nor_the_config_has_is_named(tied: Path) -> None:
-    """transformers draws one at random."""
+    """Transformers would draw such a head at random."""
     edit(tied, lambda t: None, tie_word_embeddings=False)
     with pytest.raises(FormatError, match=r"no tensor 'lm_head.weight', and its config says tie_word_embeddings=False"):
         load_model(tied)
 
 
-# Encoders and decoders
+# The tests below are about encoders and decoders.
 
 
 def write_seq2seq(folder: Path, name: str) -> None:
@@ -296,7 +296,10 @@ def test_a_bart_that_ties_nothing(tmp_path: Path) -> None:
 
 
 def test_a_t5_whose_config_says_that_its_head_is_its_own_warns_of_nothing(tmp_path: Path) -> None:
-    """Of later versions; transformers' config forgets it, but for the scale of the decoder's outputs."""
+    """Later versions of T5 have a head of their own.
+
+    Transformers' config forgets this, apart from the scale of the decoder's outputs.
+    """
     write_seq2seq(tmp_path, "t5")
     path = tmp_path / "config.json"
     said = {k: v for k, v in json.loads(path.read_text()).items() if k != "scale_decoder_outputs"}
@@ -307,13 +310,13 @@ def test_a_t5_whose_config_says_that_its_head_is_its_own_warns_of_nothing(tmp_pa
     check_seq2seq(tmp_path)
 
 
-# Blocks that layers share
+# The tests below are about blocks that layers share.
 
 
 def test_blocks_that_layers_share_are_held_once_and_one_that_differs_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zamba2's layers 0 and 2 use one block; files hold it under the names of the first."""
+    """Zamba2's layers 0 and 2 use one block. Files hold it under the names of the first layer."""
     monkeypatch.setattr(choice, "packed_dtype", lambda weight: None)
     folder = write_checkpoint(tmp_path, CONFIGS["zamba2"]())
     expected, n_bytes = Peer.load(folder).logits(TOKENS), weight_bytes(load_model(folder))
@@ -343,7 +346,7 @@ def test_blocks_that_layers_share_are_held_once_and_one_that_differs_is_used(
     assert weight_bytes(model) > n_bytes
 
 
-# Models that are not read
+# The tests below are about models that are not read.
 
 
 def test_what_commands_say_of_bytes_is_of_the_files(own: Path) -> None:

@@ -1,4 +1,4 @@
-"""Requests of agents become trees: what goes on, goes back, forks, is compacted, or comes from a subagent."""
+"""Requests of agents become trees: they continue, go back, fork, are compacted, or come from a subagent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def server(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
 
 
 class Agent:
-    """A client that sends its whole history, as chats or as messages, with the name of a session in a header."""
+    """Is a client that sends its whole history, as chats or as messages, with the name of a session in a header."""
 
     def __init__(self, server: Running, header: dict[str, str] | None = None, *, path: str = "/v1/chat/completions"):
         self.server, self.header, self.path = server, header or {}, path
@@ -51,7 +51,7 @@ def sessions_of(server: Running) -> list[dict[str, Any]]:
 
 
 def tree_of(server: Running, session_id: str, n_nodes: int) -> list[dict[str, Any]]:
-    """The nodes of a session, once there are so many."""
+    """Return the nodes of a session, once there are so many."""
 
     def nodes() -> list[dict[str, Any]]:
         return list(server.call("GET", f"/v1/sessions/{session_id}/tree").json.get("nodes", []))
@@ -62,7 +62,7 @@ def tree_of(server: Running, session_id: str, n_nodes: int) -> list[dict[str, An
 
 
 def session_with(server: Running, text: str, n_nodes: int) -> list[dict[str, Any]]:
-    """The tree of the only session in which something was said."""
+    """Return the tree of the only session in which something was said."""
     wait_until(lambda: bool(server.call("GET", f"/v1/sessions?search={text}").json["data"]))
     (session,) = server.call("GET", f"/v1/sessions?search={text}").json["data"]
     return tree_of(server, session["id"], n_nodes)
@@ -86,10 +86,10 @@ def test_a_session_goes_on_goes_back_and_forks(server: Running, path: str, heade
     assert nodes[-1]["text"] == agent.history[-1]["content"] or path == "/v1/messages"
     assert all(node["cost"]["compute_tokens"] <= 1 for node in nodes[-2:])
     agent.history = two_turns
-    agent.say("My dog is called Rex.")  # It goes back, and says something else.
+    agent.say("My dog is called Rex.")  # The agent goes back, and says something else.
     nodes = session_with(server, word, 9)
     assert nodes[7]["parent"] == nodes[4]["id"] and nodes[5]["parent"] == nodes[4]["id"]
-    # The branch that was left stays to return to, from its own token ids.
+    # A client can still return to the branch that was left. It continues from that branch's own token ids.
     body = {"model": MODEL, "input": "And now?", "previous_response_id": nodes[6]["id"], "temperature": 0}
     resumed = server.call("POST", "/v1/responses", body).json
     assert resumed["hybrid_memory"]["history"].startswith(f"continues from the token ids of {nodes[6]['id']}")
@@ -156,7 +156,7 @@ def test_a_beginning_and_its_rest_are_one_reply(server: Running) -> None:
 
 
 def test_unstored_responses_that_name_a_session_are_recorded(server: Running) -> None:
-    """As Codex sends them."""
+    """Codex sends such responses."""
     items: list[Any] = [{"role": "developer", "content": SYSTEM}]
     for text in ("The unstored one.", CAT):
         items.append({"role": "user", "content": text})

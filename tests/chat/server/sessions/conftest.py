@@ -1,4 +1,4 @@
-"""The server whose stored responses the tests of this folder read."""
+"""Makes the server whose stored responses the tests of this folder read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is stored of a reply whose client goes away in its middle."""
+"""If a client goes away in the middle of a reply, the server stores what it got."""
 
 from __future__ import annotations
 

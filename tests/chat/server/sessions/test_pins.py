@@ -1,4 +1,4 @@
-"""A pin stays while others come to their end."""
+"""A pin stays while other pins reach their end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NODE = Node("resp_a", "sess_a", None, "assistant", [])
 
 
 class SlowRepository:
-    """A repository whose store takes a turn of the loop to answer."""
+    """Is a repository whose store takes a turn of the loop to answer."""
 
     def __init__(self) -> None:
         self.until: dict[str, float] = {}

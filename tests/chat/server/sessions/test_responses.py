@@ -1,4 +1,4 @@
-"""Stored responses as OpenAI's own client sees them: what a prompt continues from, and whose they are."""
+"""OpenAI's own client sees stored responses: from what a prompt continues, and to whom they belong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPEN_TEMPLATE = (
 
 @pytest.fixture
 def client(server: Running, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
-    """Each test is somebody else."""
+    """Return a client. Each test is another user."""
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=request.node.name, max_retries=0) as client:
         yield client
 
@@ -39,7 +39,8 @@ def test_a_reply_continues_from_any_earlier_one_at_the_cost_of_its_own_tokens(cl
         asked = client.responses.create(input="What is my cat called?", previous_response_id=told.id, **BASE)
         assert asked.output_text == "Your cat is called Zoe." and asked.previous_response_id == told.id
         assert asked.usage is not None and told.usage is not None
-        # All that was fed: the token that ended the first reply was chosen, and nothing followed it yet.
+        # The token that ended the first reply was chosen and not yet fed, because nothing followed it. All others were
+        # fed.
         n_fed = told.usage.total_tokens - 1
         n_cached = asked.usage.input_tokens_details.cached_tokens
         assert n_cached == (asked.usage.input_tokens - 1 if again else n_fed)
@@ -78,7 +79,7 @@ def test_a_reply_that_a_stop_string_has_cut_is_continued_as_it_reads(
     )
     after = client.responses.create(input="What is my cat called?", previous_response_id=ended.id, **BASE)
     assert (ended.output_text, after.usage.input_tokens) == ("Okay,", asked.usage.input_tokens)  # type: ignore[union-attr]
-    # Two tokens were said, the end of the reply follows them, and then what was asked.
+    # The cut reply has two tokens. Its history goes on with the end of the reply and the next question.
     whole = client.responses.create(input="My cat is called Zoe.", **BASE)
     again = client.responses.create(input="What is my cat called?", previous_response_id=whole.id, **BASE)
     assert again.usage is not None and asked.usage.input_tokens == again.usage.input_tokens - 2
@@ -94,7 +95,7 @@ def test_what_is_deleted_or_was_never_stored_is_not_there(client: openai.OpenAI)
             client.responses.retrieve(gone)
         with pytest.raises(openai.NotFoundError):
             client.responses.create(input="Hello", previous_response_id=gone, **BASE)
-    # What others continue from stays as their history, until they go as well.
+    # A deleted response stays in the history of those that continue from it, until they are deleted too.
     said = [item.content[0].text for item in client.responses.input_items.list(second.id, order="asc")]  # type: ignore[union-attr]
     assert said == ["My cat is called Zoe.", "Okay, noted.", "What is my cat called?"]
     client.responses.delete(second.id)
@@ -219,7 +220,7 @@ def test_a_conversation_grows_by_items_and_replies(client: openai.OpenAI) -> Non
     assert said == [told["content"], "Okay, noted.", "What is my cat called?", "Your cat is called Zoe."]
     item = client.conversations.items.retrieve(added.data[0].id, conversation_id=conversation.id)  # type: ignore[arg-type]
     assert item == added.data[0]
-    # What is taken out of a history is not read any more.
+    # The model no longer reads an item that was deleted from a history.
     first = client.conversations.items.list(conversation.id, order="asc").data[0]
     client.conversations.items.delete(first.id, conversation_id=conversation.id)  # type: ignore[arg-type]
     again = client.responses.create(conversation=conversation.id, input="What is my cat called?", **BASE)

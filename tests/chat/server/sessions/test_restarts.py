@@ -1,4 +1,4 @@
-"""What of stored sessions survives: a kill in mid-traffic, and another server on the same folder."""
+"""Stored sessions survive a kill in the middle of traffic, and another server on the same folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def client_of(url: str, key: str) -> openai.OpenAI:
 
 
 def talk(url: str, key: str, said: list[Any], enough: threading.Barrier) -> None:
-    """Talk until the server dies; every other reply is streamed. `said` gets what was acknowledged."""
+    """Talk until the server dies, and stream every other reply. `said` gets what was acknowledged."""
     previous = None
     with client_of(url, key) as client:
         try:
@@ -75,7 +75,7 @@ def inspect(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
-    """The folder of a server that was killed while it talked to several clients, and what it had acknowledged."""
+    """Return the folder of a server that was killed while several clients talked, and what it had acknowledged."""
     folder, said = tmp_path_factory.mktemp("killed") / "sessions", dict[str, list[Any]]()
     for kill in range(N_KILLS):
         own: dict[str, list[Any]] = {f"client {kill}.{n}": [] for n in range(N_CLIENTS)}
@@ -87,7 +87,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
 
 
 def talk_and_kill(folder: Path, said: dict[str, list[Any]], wait_seconds: float) -> None:
-    """Start a server, talk to it, and kill it so long after each client has had its turns."""
+    """Start a server, talk to it, and kill it some time after each client has had its turns."""
     command = [
         sys.executable,
         "-c",

@@ -1,4 +1,4 @@
-"""Our own API of stored sessions: what going back costs, edits, forks, pins, and documents that move elsewhere."""
+"""Our own API of stored sessions covers costs of going back, edits, forks, pins, and documents that move elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CAT, ASK, LUNA = "My cat is called Zoe.", "What is my cat called?", "My cat is c
 
 
 class Caller:
-    """Somebody with a session: a cat, and the question what it is called."""
+    """Is a client with a session that told of a cat, and then asked for its name."""
 
     def __init__(self, server: Running, key: str) -> None:
         self.server, self._headers = server, {"Authorization": f"Bearer {key}"}
@@ -61,7 +61,7 @@ def test_a_tree_says_what_going_back_costs_and_it_does(caller: Caller) -> None:
     assert all(n["cost"]["from"] == "nothing" and n["cost"]["compute_tokens"] == n["position"] for n in nodes)
     assert nodes[3]["cost"]["seconds"] > nodes[0]["cost"]["seconds"] > 0
     assert nodes[0]["cost"]["words"] == "nothing is kept of it, 10 tokens to compute"
-    # And what is not kept is computed again, from the same token ids.
+    # What is not kept is computed again, from the same token ids.
     again = caller.ask(caller.told.id)
     assert again.output_text == caller.asked.output_text and again.usage.input_tokens == usage.input_tokens
     assert again.usage.input_tokens_details.cached_tokens == 0
@@ -83,7 +83,7 @@ def test_a_reply_that_was_edited_is_what_the_model_reads(caller: Caller) -> None
     assert (node["object"], node["text"], node["parent"]) == (
         "session.node", "Your cat is called Rex.", caller.nodes()[3]["parent"]
     )  # fmt: skip
-    # It is the current one, and what follows it continues from the token ids before it.
+    # The new node is the current one. What follows it continues from the token ids before it.
     reply = caller.client.responses.create(input=ASK, conversation=caller.id, **BASE)
     said = [item.content[0].text for item in caller.client.responses.input_items.list(reply.id, order="asc")]  # type: ignore[union-attr]
     assert said == [CAT, "Okay, noted.", ASK, "Your cat is called Rex.", ASK]
@@ -128,7 +128,7 @@ def test_a_branch_is_deleted_with_all_that_follows(caller: Caller) -> None:
     with caller.server.engine.lock:
         n_before = caller.server.prefixes.stats().n_checkpoints
     gone = caller.call("DELETE", f"/{caller.id}/nodes/{nodes[2]['id']}")
-    with caller.server.engine.lock:  # What was computed for it is gone too, and nothing else.
+    with caller.server.engine.lock:  # Only what was computed for this node is gone.
         assert caller.server.prefixes.stats().n_checkpoints == n_before - 2
     assert caller.nodes()[1]["cost"]["compute_tokens"] == 1
     assert gone["nodes"] == [nodes[2]["id"], caller.asked.id]
@@ -146,7 +146,7 @@ def test_a_pinned_node_stays_until_its_time_is_over(caller: Caller, monkeypatch:
     monkeypatch.setattr(caller.server.sessions, "now", lambda: now[0])
 
     def given_way() -> bool:
-        """Take all that gives way, and see whether the node is still kept."""
+        """Let everything give way that may, and return whether the node is still kept."""
         with engine.lock:
             prefixes.reclaim(engine.memory.budget_bytes)
         return next(n for n in caller.nodes() if n["id"] == caller.told.id)["cost"]["from"] == "nothing"
@@ -160,7 +160,7 @@ def test_a_pinned_node_stays_until_its_time_is_over(caller: Caller, monkeypatch:
     assert node["pinned"] and node["cost"]["compute_tokens"] <= 1
     now[0] += 1.5
     wait_until(lambda: not any(n["pinned"] for n in caller.nodes()))
-    wait_until(given_way)  # The response says that it is unpinned a moment before it is.
+    wait_until(given_way)  # The response says that the node is unpinned a moment before it is.
     caller.call("POST", f"/{caller.id}/nodes/{caller.told.id}/pin", {})
     assert caller.call("GET", f"/{caller.id}")["pinned"]
     caller.call("DELETE", f"/{caller.id}/nodes/{caller.told.id}/pin")

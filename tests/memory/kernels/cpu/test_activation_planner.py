@@ -1,4 +1,4 @@
-"""A recorded step knows its own memory, and moves in it only what was declared to be an address."""
+"""A recorded step knows its own memory, and moves only what was declared to be an address in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from hybridmem.memory.kernels.cpu.launches import Address
 
 
 def test_an_address_is_declared_and_never_guessed() -> None:
-    """A number that happens to lie in the step's memory refuses the recording; one that is declared is moved."""
+    """A number that happens to lie in the step's memory refuses the recording.
+
+    A number that is declared as an address is moved.
+    """
     planner, result = ActivationPlanner(), torch.arange(8.0)
     planner.add([result], [])
     inside = result.data_ptr() + 8

@@ -1,4 +1,4 @@
-"""What kernels of the CPU compute in one call has the bits of the calls that it takes the place of."""
+"""A CPU kernel that computes several things in one call gives the bits of the separate calls."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_ssd_refuses_sizes_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_of_parts_are_norms(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one by one, and as plain torch computes them."""
+    """They equal norms that are computed one by one, and those of plain torch."""
     sizes = 48, 16, 5
     x, weight = torch.randn(7, sum(sizes)).to(dtype), torch.randn(sum(sizes)).to(dtype)
 

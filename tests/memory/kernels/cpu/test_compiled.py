@@ -1,4 +1,7 @@
-"""Compiled kernels on disk: found again, never stale, not run when they are not whole, and done without if need be."""
+"""Compiled kernels on disk are found again, never stale, and never run if incomplete.
+
+The library works without them.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def kept_in() -> Path:
 
 
 def run(function: Callable[..., Any] = double, x: float = 4) -> bool:
-    """Whether a kernel was on disk that nobody in this process has compiled yet."""
+    """Return whether a kernel was on disk that this process has not compiled yet."""
     kernel = compiled()(function)
     assert kernel(x) == function(x)
     return bool(kernel.stats.cache_hits)
@@ -70,7 +73,7 @@ def flip(path: Path) -> None:
 
 
 def swap(path: Path) -> None:
-    """Put a whole file of another kernel there."""
+    """Put the complete file of another kernel there."""
     run(triple)
     (other,) = (other for other in path.parent.iterdir() if other != path)
     shutil.copy(other, path)
@@ -118,7 +121,7 @@ def test_a_version_that_is_used_is_not_old(folder: Path) -> None:
 
 
 def test_what_killed_processes_left_beside_a_kernel_goes(folder: Path) -> None:
-    """What is young may still be written by another process."""
+    """Another process may still be writing a young file, so young files stay."""
     run()
     (path,) = folder.iterdir()
     old, young = (path.with_name(f"{path.name}.{name}.part") for name in ("old", "young"))
@@ -168,7 +171,7 @@ def test_where_nothing_can_be_kept_kernels_work_and_it_is_said_once(
 
 
 def test_a_folder_that_is_filled_and_not_writable_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an image of a container that was warmed up."""
+    """The image of a warmed-up container has such a folder."""
 
     def refuse(*_: object) -> None:
         raise PermissionError("read-only")
@@ -257,7 +260,10 @@ print(round(softplus(torch.zeros(1, 1), torch.zeros(1)).item(), 4))
 
 @only_in_long
 def test_kernels_follow_functions_that_they_inline_from_other_files(tmp_path: Path) -> None:
-    """Two processes at once, and one when a file has changed; nothing can be written beside the sources or at home."""
+    """Two processes run at once, and a third after a file has changed.
+
+    Nothing can be written beside the sources or in the home directory.
+    """
     copy, ignored = tmp_path / "hybridmem" / "memory", shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "memory", copy, ignore=ignored)
     shutil.copy(ROOT / "hybridmem" / "__init__.py", copy.parent)

@@ -1,4 +1,4 @@
-"""Kernels of the CPU for bodies of 8 bits, against plain torch: outputs, rings, and every byte of the bodies."""
+"""CPU kernels for bodies of 8 bits are compared with plain torch: outputs, rings, and every byte of the bodies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODES = {
 
 
 def in_8_bits(slots: StateSlots, dtype: torch.dtype) -> StateSlots:
-    """The same states in 8 bits."""
+    """Return the same states in 8 bits."""
     n, stored = math.prod(slots.shape), math.prod(stored_shape(slots.shape, dtype))
     flat = torch.zeros(len(slots.flat) // n * stored, dtype=torch.uint8)
     for source in set(slots.sources.tolist()) - {-1}:
@@ -92,7 +92,7 @@ def assert_same_bodies(
     body, twin = (read_states(x, targets, shape, 0.0) for x in (ours, theirs))
     step = twin.abs().amax(1 if len(shape) == 2 else -1, keepdim=True) / (127 if state_dtype == "int8" else 14)
     assert bool(((body - twin).abs() <= step * 1.001).all()), "by a rounding of the sum, one code further at most"
-    if dtype == torch.float32:  # With 16 bits, the rings' own rounding moves more numbers across.
+    if dtype == torch.float32:  # With 16 bits, rounding in the rings moves more numbers to another code.
         assert float(((body - twin).abs() > 1e-3 * step).float().mean()) < 0.01
 
 

@@ -1,4 +1,4 @@
-"""Floats of 16 bits in compiled loops, each one of them, against torch."""
+"""In compiled loops, each float of 16 bits is converted as in torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _write(x, out):
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal, the sign of zero too; any NaN is as good as another."""
+    """Return whether numbers are equal, with the sign of zero. Any NaN equals any other."""
     return bool((torch.isnan(a) & torch.isnan(b) | (a == b) & (a.signbit() == b.signbit())).all())
 
 
@@ -49,7 +49,10 @@ def test_every_number_is_read(read: object, dtype: torch.dtype) -> None:
 
 @DTYPES
 def test_numbers_are_rounded_as_torch_does(dtype: torch.dtype) -> None:
-    """To the nearest, of two the even one: at, between and beside all numbers, and those that are no numbers."""
+    """Numbers are rounded to the nearest, and ties to even.
+
+    The test takes numbers at, between and beside all floats of 16 bits, infinities and NaN.
+    """
     numbers = torch.arange(1 << 16).to(torch.uint16).view(dtype).float()
     bits = numbers.view(torch.int32)
     halves = 1 << (15 if dtype == torch.bfloat16 else 12)

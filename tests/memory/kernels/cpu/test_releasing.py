@@ -1,4 +1,4 @@
-"""A kernel runs without the interpreter's lock: other threads, those of a server, go on meanwhile."""
+"""A kernel runs without the interpreter's lock, so other threads, such as those of a server, continue meanwhile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TURNS = 1 << 29
 
 
 def stir(number: Any, turns: int) -> None:
-    """Shift a number and add it to itself so often, which no compiler replaces by a formula (Marsaglia's xorshift)."""
+    """Apply Marsaglia's xorshift to a number so often. No compiler replaces it by a formula."""
     for i in prange(1):
         x = number[i]
         for _ in range(turns):

@@ -1,4 +1,4 @@
-"""Floating-point rules: every function states its own, so that bits do not depend on what is compiled first."""
+"""Every function states its own floating-point rules, so that bits do not depend on what is compiled first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_function_states_its_rules() -> None:
 
 @pytest.mark.parametrize("first", ["relaxed", "exact"])
 def test_a_subroutine_is_compiled_by_its_own_rules(first: str) -> None:
-    """numba's own decorator gives it the rules of the kernel that needs it first."""
+    """With numba's own decorator, a subroutine would get the rules of the first kernel that needs it."""
     multiply_add = subroutine()(lambda x, y, z: x * y + z)
     inheriting = njit(lambda x, y, z: x * y + z)
     rules = {"relaxed": ELEMENTWISE, "exact": set()}

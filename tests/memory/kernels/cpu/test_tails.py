@@ -1,4 +1,4 @@
-"""Kernels of the CPU for states behind tails, against their twins: what they return, and every byte of the arena."""
+"""CPU kernels for states behind tails return what their twins return, and leave every byte of the arena as they do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_convolution(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_selective_scan(dtype: torch.dtype) -> None:
-    """With rows of 16 bits states have 16 bits as well."""
+    """If rows have 16 bits, states have 16 bits as well."""
     slots = behind_tails((5, 140), ((140,), (140,), (5,)), COUNTS, LENGTHS, FOLDS, dtype)
     x, dt, b, c = rows_of(N, 140, 140, 5, 5, dtype=dtype)
     a, bias, d = -torch.rand(5, 140).mul(3).exp() / 4, torch.randn(140) - 1, torch.randn(140)
@@ -69,7 +69,7 @@ IN_16_BITS = [((4, 2, 9, 48), torch.bfloat16), ((4, 2, 9, 48), torch.float16)]
 @pytest.mark.parametrize("mode", ["adds", "erases", "by column", "with b, by column"])
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES + (IN_16_BITS if IS_FULL else []), ids=str)
 def test_matrix_scan(shape: tuple[int, int, int, int], dtype: torch.dtype, mode: str) -> None:
-    """States of one task and of several; heads that share keys; every kind of change that a token makes."""
+    """States belong to one task or several, heads may share keys, and tokens change states in every possible way."""
     n_heads, n_groups, n_rows, n_columns = shape
     decays = (n_heads, n_columns) if "column" in mode else (n_heads,)
     rings = [(n_groups, n_columns), (n_heads, n_rows), decays]

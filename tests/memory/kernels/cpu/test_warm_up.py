@@ -1,4 +1,4 @@
-"""Compiling ahead: nothing is left for later, and whoever waits is told why."""
+"""Compiling ahead leaves nothing for later, and tells those who wait why they wait."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ assert [len(kernel.signatures) for kernel in kernels] == compiled, "a kernel was
 
 
 def test_nothing_is_compiled_after_warming_up() -> None:
-    """By default all kernels but those of states in 8-bit floats, which only the long form uses and compiles."""
+    """By default, kernels for states in 8-bit floats are left out: only the long form uses and compiles them."""
     command = [sys.executable, "-c", EVERY_KERNEL, *(["--all"] if IS_LONG else [])]
     outcome = subprocess.run(command, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
@@ -103,7 +103,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two kernels that are quick to compile, in a cache of their own; what is run is noted."""
+    """Return two kernels that compile quickly, in a cache of their own. Their calls are noted."""
     monkeypatch.setenv("HYBRID_MEMORY_CACHE", str(tmp_path))
     monkeypatch.setattr(module, "_warm", set())
     monkeypatch.setattr(progress, "_has_told", False)
@@ -157,7 +157,7 @@ def test_a_notebook_has_nothing_in_red(
 
 @only_in_long
 def test_helpers_take_from_the_other_end(tmp_path: Path) -> None:
-    """The whole list is compiled once by two processes together; neither compiles what the other has."""
+    """Two processes together compile the whole list once. Neither compiles what the other one has compiled."""
     code = """
 import sys
 from hybridmem.memory.kernels.cpu import warm_up

@@ -1,4 +1,4 @@
-"""Files of measured choices: which are read, what is refused, and that a step never fails for them."""
+"""The tests say which files of measured choices are read, and which are refused. No step ever fails because of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ SCAN = TUNABLES["selective_scan"]
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A Hopper GPU, an empty cache, and a package that brings nothing yet: `shipped.json` is what it would bring."""
+    """Pretend a Hopper GPU, an empty cache, and a package without choices.
+
+    `shipped.json` is what the package would bring.
+    """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
@@ -66,7 +69,7 @@ def test_the_user_s_file_goes_before_the_package_s(folder: Path) -> None:
 
 
 def test_files_are_read_once() -> None:
-    """Or sums would come in another order from one step to the next."""
+    """Otherwise sums could change their order from one step to the next."""
     assert SCAN(DEVICE, 16, 2) == SCAN.default(16, 2)
     put(file_of(entry()))
     assert SCAN(DEVICE, 16, 2) == SCAN.default(16, 2)

@@ -1,6 +1,4 @@
-"""Every kernel, in the shapes that models have, compiles for a Hopper GPU and fits on it: which the interpreter cannot
-say.
-"""
+"""Every kernel compiles for a Hopper GPU in the shapes of models, and fits on it. The interpreter cannot show this."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def attend(
     dtype: torch.dtype, heads: tuple[int, int, int], n_queries: int, scoring: Scoring, storage: Storage | None = None
 ) -> None:
-    """A request of so many queries after 2,000 rows, some of them folded."""
+    """Attend with so many queries after 2,000 rows, of which some are folded."""
     from hybridmem.memory.kernels import cuda
 
     n_heads, n_kv_heads, head_dim = heads
@@ -96,12 +94,15 @@ def test_attention(
 
 
 def test_latent_attention(recorder: Recorder) -> None:
-    """DeepSeek's: 128 heads share keys of 576 elements, which are their values too."""
+    """In DeepSeek, 128 heads share keys of 576 elements, which are their values too."""
     attend(BF16, (128, 1, 576), 1, PLAIN)
 
 
 def test_eight_warps_share_no_products_of_16_channels(recorder: Recorder) -> None:
-    """A head of 144 is 128 and 16 channels. With 64 queries and 8 warps an H100 gave wrong numbers, by Triton 3.6."""
+    """A head of 144 channels is split into 128 and 16.
+
+    With 64 queries and 8 warps, Triton 3.6 computed wrong numbers on an H100.
+    """
     attend(F32, (20, 1, 144), 5, PLAIN)
     assert [kernel.n_warps for kernel in recorder.compiled if kernel.name == "_attend"] == [4]
 
@@ -128,7 +129,7 @@ def test_rows(recorder: Recorder) -> None:
 def slots(
     lengths: list[int], shape: tuple[int, ...], rings: tuple[torch.dtype, ...] = (), dtype: torch.dtype = F32
 ) -> StateSlots:
-    """Runs of these lengths, behind a tail if there are rings."""
+    """Return slots for segments of these lengths, behind a tail if there are rings."""
     n = len(lengths)
     blocks = (zeros(n),) * len(rings)
     tail = (
@@ -176,7 +177,10 @@ def test_matrix_states(
     lengths: list[int],
     has_tail: bool,
 ) -> None:
-    """As Mamba-2 and Qwen3.5 have them. Steps of a token keep all in registers, but for what folds a tail."""
+    """The shapes are those of Mamba-2 and Qwen3.5.
+
+    Steps of one token keep everything in registers, except when they fold a tail.
+    """
     from hybridmem.memory.kernels import cuda
 
     (n_heads, n_groups, value_dim, key_dim), n = sizes, sum(lengths)
@@ -185,7 +189,7 @@ def test_matrix_states(
     decay = zeros(n, n_heads, dtype=F32)
     cuda.matrix_scan(q, q, v, decay, Erase(q, None, after_decay=True) if erases else None, state, strength_TH=decay)
     if max(lengths) < 16:
-        # What folds runs once in a tail; programs that all of its registers would keep from running count more.
+        # In a tail, folding runs once. A few spilled bytes cost less there than fewer programs at a time.
         most = 256 if has_tail else 0
         assert all(kernel.spilled_bytes <= most for kernel in recorder.compiled), recorder.compiled
 
@@ -200,7 +204,7 @@ def test_matrix_states(
     ids=["prompt", "decode", "chunks"],
 )
 def test_the_largest_tiles_that_tuning_tries_fit(recorder: Recorder, kernel: str, choice: dict[str, int]) -> None:
-    """What does not fit, it skips."""
+    """Tuning skips what does not fit."""
     from benchmarks.gpu_tune import OPTIONS
     from hybridmem.memory.kernels import cuda
     from hybridmem.memory.kernels.cuda.choices import TUNABLES
@@ -218,7 +222,10 @@ def test_the_largest_tiles_that_tuning_tries_fit(recorder: Recorder, kernel: str
 def test_what_the_package_brings_fits_with_all_that_scores_may_have(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, has_bias: bool
 ) -> None:
-    """Tile sizes were measured without windows, caps, sinks and biases; latent attention's are the largest."""
+    """Tile sizes were measured without windows, caps, sinks and biases.
+
+    The tiles of latent attention are the largest.
+    """
     from hybridmem.memory.kernels.cuda import choices
 
     monkeypatch.setattr(choices, "measured", lambda device: choices.read(choices.shipped_file("sm90"), "sm90"))
@@ -227,7 +234,7 @@ def test_what_the_package_brings_fits_with_all_that_scores_may_have(
 
 
 def test_prompts_that_fade_by_column(recorder: Recorder) -> None:
-    """RWKV-7's, and Kimi's delta rule."""
+    """The prompts are those of RWKV-7 and of Kimi's delta rule."""
     from hybridmem.memory.kernels import cuda
 
     row = zeros(4096, 40, 64, dtype=BF16)
@@ -236,13 +243,13 @@ def test_prompts_that_fade_by_column(recorder: Recorder) -> None:
     row, strength = zeros(4096, 32, 128, dtype=BF16), zeros(4096, 32, dtype=F32)
     erase, state = Erase(row, None, after_decay=True), slots([4096], (32, 128, 128), rings[:3])
     cuda.matrix_scan(row, row, row, row.float(), erase, state, strength_TH=strength)
-    # Kimi's 128 columns do not fit into registers; on an H100 that is still faster than half of the rows.
+    # Kimi's 128 columns do not fit into registers. On an H100, spilling them is still faster than half as many rows.
     assert all(kernel.spilled_bytes <= 96 for kernel in recorder.compiled[:-1]), recorder.compiled
     assert recorder.compiled[-1].spilled_bytes <= 704, recorder.compiled
 
 
 def test_prompts_that_fade_by_head_with_a_vector_to_erase(recorder: Recorder) -> None:
-    """No model has such yet. Triton 3.6 could not compile it."""
+    """No model has such a recurrence yet. Triton 3.6 could not compile it."""
     from hybridmem.memory.kernels import cuda
 
     row, decay = zeros(40, 2, 16, dtype=BF16), zeros(40, 2, dtype=F32)
@@ -251,7 +258,7 @@ def test_prompts_that_fade_by_head_with_a_vector_to_erase(recorder: Recorder) ->
 
 
 def test_other_recurrences(recorder: Recorder) -> None:
-    """Decode steps of 64 sequences; prompts through the convolution, and in chunks through Mamba-1."""
+    """Decode steps have 64 sequences. Prompts run through the convolution, and in chunks through Mamba-1."""
     from hybridmem.memory.kernels import cuda
     from hybridmem.memory.kernels.cuda.channel_states import SelectiveScan
     from hybridmem.memory.kernels.cuda.choices import TUNABLES

@@ -1,7 +1,7 @@
-"""The CUDA kernels' tests in Triton's interpreter: in a process of their own, for the environment chooses it.
+"""The tests of CUDA kernels run in Triton's interpreter, in a process of their own, because the environment chooses it.
 
-A fortieth of their parameters, unless CONFORMANCE=full; `TRITON_INTERPRET=1 pytest tests/kernels_cuda` runs all of
-them, as `.ci/run` does.
+By default they take a fortieth of the parameters, and with CONFORMANCE=full all of them. So does `TRITON_INTERPRET=1
+pytest tests/kernels_cuda`, which `.ci/run` runs.
 """
 
 from __future__ import annotations
