@@ -155,10 +155,11 @@ def table() -> str:
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", "Loaded, but not attached:", "", "| architecture | why not |", "|---|---|"]
     lines += [f"| {_short(name)} | {why} |" for name, why in sorted(NOT_ATTACHED.items())]
+    lines += ["", f"Of transformers {MINOR}, all language models with recurrent states load."]
     if not REFUSED:
-        return "\n".join([*lines, "", f"Of transformers {MINOR}, all language models with recurrent states load."])
-    lines += ["", f"Not yet, of transformers {MINOR}:", "", "| architecture | why not |", "|---|---|"]
-    lines += [f"| {_short(name)} | {why} |" for name, why in sorted(REFUSED.items())]
+        return "\n".join(lines)
+    lines += ["", "These classes, which have one as a part, do not load yet:", "", "| class | why not |", "|---|---|"]
+    lines += [f"| {name} | {why} |" for name, why in sorted(REFUSED.items())]
     return "\n".join(lines)
 
 
@@ -186,21 +187,42 @@ _SEE_ALONE = ("Glm5NextForConditionalGeneration",)
 """Architectures whose language model has no name of its own."""
 _STATES = re.compile(r"update_(recurrent|conv)_state|set_linear_cache|rnn_state|recurrent_states|state: list\[")
 """What modules of transformers say that hold states."""
-_CLASS = re.compile(r"^class (\w+For(?:CausalLM|ConditionalGeneration))\(", re.MULTILINE)
+_GENERATES = re.compile(r"^class (\w+)\([^)]*\bGenerationMixin\b", re.MULTILINE)
+_TYPE = re.compile(r"^    model_type = \"(\w+)\"", re.MULTILINE)
+_PART = re.compile(r"\bmodel_type=\"(\w+)\"")
+"""What configs say of the language model in them, unless a file says otherwise."""
 
 
 def recurrent_classes() -> list[str]:
-    """Return the language models of the installed transformers that have states, one for each architecture.
+    """Return the classes of the installed transformers that generate text and have states, or a part that has some.
 
     The sources of transformers' modules are read, not imported, because there are hundreds of them.
     """
-    found = []
-    for module in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
-        text = module.read_text()
-        names = sorted(_CLASS.findall(text), key=lambda name: not name.endswith("ForCausalLM"))
-        if names and _STATES.search(text):
-            found.append(names[0])
-    return found
+    folders = folders_of_transformers()
+    has_states = {folder: bool(_STATES.search(text_of(folder, "modeling"))) for folder in folders}
+    types = {
+        name for folder in folders if has_states[folder] for name in _TYPE.findall(text_of(folder, "configuration"))
+    }
+    return [
+        name
+        for folder in folders
+        if has_states[folder] or not types.isdisjoint(_PART.findall(text_of(folder, "configuration")))
+        for name in generating_classes(folder)
+    ]
+
+
+def folders_of_transformers() -> list[Path]:
+    return sorted(path.parent for path in Path(transformers.__file__).parent.glob("models/*/__init__.py"))
+
+
+def generating_classes(folder: Path) -> list[str]:
+    """Return the classes of a folder of transformers that have `generate`."""
+    return _GENERATES.findall(text_of(folder, "modeling"))
+
+
+def text_of(folder: Path, what: str) -> str:
+    """Return the sources of a folder of transformers: its `modeling` or its `configuration`."""
+    return "".join(path.read_text() for path in sorted(folder.glob(f"{what}_*.py")))
 
 
 def _short(architecture: str) -> str:
