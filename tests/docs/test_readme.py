@@ -13,7 +13,7 @@ from hybridmem.memory import SpecError
 from hybridmem.memory.capacity import plan_sequence
 from hybridmem.models import ARCHITECTURES, plan_memory
 from hybridmem.models.loading.architectures import REFUSED
-from hybridmem.models.loading.folders import read_config
+from hybridmem.models.loading.folders import read_config, unsupported
 from tests.docs.pages import ROOT, read_blocks, read_prose
 
 README = ROOT / "README.md"
@@ -82,6 +82,7 @@ def test_every_recurrent_class_of_transformers_loads_or_is_refused_with_a_reason
     assert REFUSED.keys() <= classes - set(ARCHITECTURES)
     for name, why in REFUSED.items():
         assert why.rpartition(" loads as ")[2] in ARCHITECTURES, name
+        assert f"{name} is not supported, because {why}" in str(unsupported(name))
 
 
 def test_what_asks_transformers_for_the_mask_of_a_recurrence_is_among_the_recurrent_classes() -> None:

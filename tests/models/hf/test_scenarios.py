@@ -62,7 +62,7 @@ def beams(n: int = 3, **options: Any) -> Generation:
     return Generation((6, 9), {"num_beams": n, "eos_token_id": list(range(9))} | options, n_each=n)
 
 
-def doubled(input_ids: Tensor, scores: Tensor) -> Tensor:
+def discouraged(input_ids: Tensor, scores: Tensor) -> Tensor:
     """Make the tokens that were said last less likely, as a processor of the caller's."""
     return scores.scatter_add(1, input_ids[:, -3:], torch.full((len(scores), 3), -4.0))
 
@@ -78,7 +78,7 @@ GENERATIONS = {
     "rows that end at different times": Generation((3, 12, 7), {"eos_token_id": list(range(12))}),
     "a least number of tokens": Generation((3, 9), {"eos_token_id": list(range(40)), "min_new_tokens": 5}),
     "a criterion to stop": Generation((3, 9), {"stopping_criteria": [MaxLengthCriteria(12)]}),
-    "a processor of logits": Generation((3, 9), {"logits_processor": [doubled]}),
+    "a processor of logits": Generation((3, 9), {"logits_processor": [discouraged]}),
     "repetition penalty": Generation((3, 9), {"repetition_penalty": 1.7}),
     "no repeated tokens": Generation((3, 9), {"no_repeat_ngram_size": 1, "max_new_tokens": 20}),
     "forbidden words": Generation((3, 9), {"bad_words_ids": [[n] for n in range(20)] + [[30, 31]]}),
@@ -107,7 +107,7 @@ GENERATIONS = {
     "drawn beams": beams(do_sample=True, top_k=8),
     "a prompt in chunks": Generation((3, 14), ours={"prefill_chunk_size": 5}),
     "drafts found in the prompt": Generation((12,), {"max_new_tokens": 20}, {"prompt_lookup_num_tokens": 4}),
-    "drafts of long n-grams": Generation(
+    "long drafts that follow a single token": Generation(
         (12,), {"max_new_tokens": 20}, {"prompt_lookup_num_tokens": 8, "max_matching_ngram_size": 1}
     ),
     "drafts of another model": Generation((12,), {"max_new_tokens": 20}, {"assistant_model": "llama"}),
