@@ -18,6 +18,33 @@ from benchmarks.without_bfloat16 import without_bfloat16
 
 
 @app.command()
+def parity(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="A random checkpoint of the tests, or how names of several begin: jamba, qwen4-exp; may be repeated; "
+            "all unless given.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two checkpoints.")] = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Measure the largest difference between our logits and transformers', on random checkpoints in float32."""
+    all_names = tuple(architectures.checkpoint_configs())
+    names = [name for given in model or () for name in _beginning(given, all_names)]
+    run(architectures.parity, (), quick, out, threads, names=list(dict.fromkeys(names or all_names)))
+
+
+def _beginning(given: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names that are this one, or begin with it and a hyphen."""
+    if not (found := tuple(name for name in names if f"{name}-".startswith(f"{given}-"))):
+        raise typer.BadParameter(f"{given}: choose one of {', '.join(names)}")
+    return found
+
+
+@app.command()
 def decode(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure decode steps: against transformers, against a step without mixers, and with a window of 0.
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from benchmarks import (
     agentic,
-    architectures,
     books,
     compiling,
     delta_rules,
@@ -49,7 +48,6 @@ WITH_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "kernels": (kernels.kernels, ("tests/memory/kernels/test_kernels.py",)),
     "large": (large.large, MODEL_TESTS),
     "memory": (books.memory_bytes, BOOK_TESTS),
-    "parity": (architectures.parity, ()),
     "prefixes": (prefixes.prefixes, ("tests/memory/prefix/test_cache.py", "tests/memory/storage/test_files.py")),
     "reproducible": (reproducible.reproducible, ("tests/reproducible/test_reproducible.py",)),
     "restarts": (restarts.restarts, ("tests/memory/prefix/test_saved.py", "tests/memory/prefix/test_outside.py")),

@@ -85,7 +85,23 @@ _MODULES = {
     "xLSTMForCausalLM": "hybridmem.models.families.xlstm",
 }
 
-REFUSED: dict[str, str] = {}
+REFUSED: dict[str, str] = {
+    "Inkling2ForConditionalGeneration": (
+        "its tower for pictures is not implemented; its language model loads as Inkling2ForCausalLM"
+    ),
+    "Inkling2LoopForConditionalGeneration": (
+        "its tower for pictures is not implemented; its language model loads as Inkling2LoopForCausalLM"
+    ),
+    "InklingForConditionalGeneration": (
+        "its towers for pictures and sounds are not implemented; its language model loads as InklingForCausalLM"
+    ),
+    "MiniCPMOcrForConditionalGeneration": (
+        "its tower for pictures is not implemented; its language model loads as Qwen3_5ForCausalLM"
+    ),
+    "Nemotron3_5TranscribeForConditionalGeneration": (
+        "its tower for sounds is not implemented; its language model loads as NemotronHForCausalLM"
+    ),
+}
 """Maps a class of transformers with recurrent states that is not implemented to the reason why."""
 
 

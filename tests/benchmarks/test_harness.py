@@ -11,6 +11,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from benchmarks import architectures
 from benchmarks.__main__ import app
 from benchmarks.harness import Report, Samples, interleave, require_green
 from benchmarks.ours import Ours
@@ -71,6 +72,29 @@ def test_both_sides_do_the_same_work(name: str, tmp_path: Path) -> None:
         assert ours.next == theirs._next[:, 0].tolist()
     bare = model(Mixerless(torch.tensor([5, 6, 7])))  # type: ignore[arg-type]
     assert bare.shape == (3, 53)
+
+
+def test_parity_takes_names_of_checkpoints_and_how_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[list[str]] = []
+    monkeypatch.setattr(architectures, "parity", lambda *, quick, names: (measured.append(names), Report("parity"))[1])
+    for options in (
+        ["--model", "lfm2-moe"], ["--model", "mamba2-tied", "--model", "lfm2-moe-no-bias", "--model", "lfm2-moe"], []
+    ):  # fmt: skip
+        assert CliRunner().invoke(app, ["parity", *options]).exit_code == 0
+    of_lfm2_moe = [name for name in CONFIGS if name.startswith("lfm2-moe")]
+    assert len(of_lfm2_moe) > 2
+    assert measured[0] == of_lfm2_moe and measured[2] == list(CONFIGS)
+    assert set(measured[1]) == {"mamba2-tied", *of_lfm2_moe} and len(measured[1]) == 1 + len(of_lfm2_moe)
+    refused = CliRunner().invoke(app, ["parity", "--model", "lfm"])
+    assert refused.exit_code == 2 and "lfm: choose one of" in refused.output
+
+
+def test_the_parity_of_a_name_is_that_of_this_checkpoint_alone() -> None:
+    (row,) = architectures.parity(names=["llama"], quick=False).tables["parity"]
+    worst = max(row["one shot"], row["16 single steps"])
+    assert row["checkpoint"] == "llama" and row["std of logits"] > 1 > 1e4 * worst
+    with pytest.raises(ValueError, match=r"no parity of Llama; .* python -m benchmarks parity --out"):
+        architectures._worst([row], "Llama")
 
 
 def test_all_runs_each_command_in_a_process_of_its_own_and_says_which_failed(

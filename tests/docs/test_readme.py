@@ -13,7 +13,7 @@ from hybridmem.memory import SpecError
 from hybridmem.memory.capacity import plan_sequence
 from hybridmem.models import ARCHITECTURES, plan_memory
 from hybridmem.models.loading.architectures import REFUSED
-from hybridmem.models.loading.folders import read_config
+from hybridmem.models.loading.folders import read_config, unsupported
 from tests.docs.pages import ROOT, read_blocks, read_prose
 
 README = ROOT / "README.md"
@@ -77,9 +77,23 @@ def test_the_table_of_architectures_is_that_of_the_registry() -> None:
 
 def test_every_recurrent_class_of_transformers_loads_or_is_refused_with_a_reason() -> None:
     classes = set(architectures.recurrent_classes())
-    assert len(classes) > 20
+    assert len(classes) > 40
     assert classes - REFUSED.keys() <= set(ARCHITECTURES)
     assert REFUSED.keys() <= classes - set(ARCHITECTURES)
+    for name, why in REFUSED.items():
+        assert why.rpartition(" loads as ")[2] in ARCHITECTURES, name
+        assert f"{name} is not supported, because {why}" in str(unsupported(name))
+
+
+def test_what_asks_transformers_for_the_mask_of_a_recurrence_is_among_the_recurrent_classes() -> None:
+    """By another mark than the one by which they are found."""
+    masking = {
+        name
+        for folder in architectures.folders_of_transformers()
+        if "create_recurrent_attention_mask" in architectures.text_of(folder, "modeling")
+        for name in architectures.generating_classes(folder)
+    }
+    assert len(masking) > 20 and masking <= set(architectures.recurrent_classes())
 
 
 def test_speeds_are_those_that_were_measured_last() -> None:

@@ -54,75 +54,75 @@ CANVAS_EYES = {
 PLACEHOLDER = 3
 
 
-def write_seeing(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
-    """Write a small Qwen3.5 that sees, with its image processor, and return transformers' model.
+def write_qwen3_5(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
+    """Write a small Qwen3.5 that sees, with its image processor, and return transformers' model. So do those below.
 
     Args:
         placeholder: the token that stands for a row. The three ids after it stand for a row of a video, and for the
             begin and the end of a picture.
+        text: fields of the language model's config.
     """
     config = Qwen3_5Config(
-        text_config=qwen3_5_config(rope_parameters=SHARES, **text).to_dict(), vision_config=EYES,
-        image_token_id=placeholder, video_token_id=placeholder + 1,
-        vision_start_token_id=placeholder + 2, vision_end_token_id=placeholder + 3,
-    )  # fmt: skip
+        text_config=qwen3_5_config(rope_parameters=SHARES, **text).to_dict(), vision_config=EYES, **_around(placeholder)
+    )
     model = _write(folder, config)
     _write_processor(folder)
     return model
 
 
-def write_moe(folder: Path) -> PreTrainedModel:
+def write_moe(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
     config = Qwen3_5MoeConfig(
-        text_config=qwen3_5_moe_config(rope_parameters=SHARES).to_dict(), vision_config=EYES,
-        image_token_id=PLACEHOLDER, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6,
+        text_config=qwen3_5_moe_config(rope_parameters=SHARES, **text).to_dict(), vision_config=EYES,
+        **_around(placeholder),
     )  # fmt: skip
     model = _write(folder, config)
     _write_processor(folder)
     return model
 
 
-def write_qwen4_exp(folder: Path) -> PreTrainedModel:
+def write_qwen4_exp(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
     config = Qwen4ExpConfig(
-        text_config=qwen4_exp_config(rope_parameters=SHARES).to_dict(), vision_config=EYES,
-        image_token_id=PLACEHOLDER, video_token_id=4, vision_start_token_id=5, vision_end_token_id=6,
+        text_config=qwen4_exp_config(rope_parameters=SHARES, **text).to_dict(), vision_config=EYES,
+        **_around(placeholder),
     )  # fmt: skip
     model = _write(folder, config)
     _write_processor(folder)
     return model
 
 
-def write_lfm2_vl(folder: Path) -> PreTrainedModel:
+def write_lfm2_vl(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
     eyes = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 4,
         "num_patches": 16, "vision_use_head": False,
     }  # fmt: skip
     config = Lfm2VlConfig(
-        text_config=lfm2_config().to_dict(), vision_config=eyes, image_token_id=PLACEHOLDER, projector_hidden_size=12
-    )
+        text_config=lfm2_config(**text).to_dict(), vision_config=eyes, image_token_id=placeholder,
+        projector_hidden_size=12,
+    )  # fmt: skip
     return _write(folder, config)
 
 
-def write_lfm3_vl(folder: Path) -> PreTrainedModel:
+def write_lfm3_vl(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
     eyes = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
         "num_key_value_heads": 1, "patch_size": 4, "layer_types": ["conv", "full_attention", "conv"],
     }  # fmt: skip
     config = Lfm3VlConfig(
-        text_config=lfm3_config().to_dict(), vision_config=eyes, image_token_id=PLACEHOLDER, video_token_id=8,
-        vision_start_token_id=5, vision_end_token_id=6, projector_hidden_size=12,
-    )  # fmt: skip
+        text_config=lfm3_config(**text).to_dict(), vision_config=eyes, projector_hidden_size=12, **_around(placeholder)
+    )
     model = _write(folder, config)
     _write_processor(folder)
     return model
 
 
-def write_nemotron_h_omni(folder: Path) -> PreTrainedModel:
+def write_nemotron_h_omni(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
     ears = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "projection_hidden_size": 16}
     ears |= {"projection_bias": False}
-    text = nemotron_config(num_nextn_predict_layers=1).to_dict()  # With this option, the tower's output is normed.
+    options = {"num_nextn_predict_layers": 1} | text  # With this option, the tower's output is normed.
     config = NemotronH_Omni_Reasoning_V3_Config(
-        text_config=text, vision_config=RADIO_EYES, vision_hidden_size=16, projector_hidden_size=12,
-        image_token_id=PLACEHOLDER, video_token_id=4, audio_token_id=7, audio_config=ears,
+        text_config=nemotron_config(**options).to_dict(), vision_config=RADIO_EYES, vision_hidden_size=16,
+        projector_hidden_size=12, image_token_id=placeholder, video_token_id=placeholder + 1,
+        audio_token_id=placeholder + 4, audio_config=ears,
     )  # fmt: skip
     return _write(folder, config)
 
@@ -130,44 +130,50 @@ def write_nemotron_h_omni(folder: Path) -> PreTrainedModel:
 def write_minicpm_v(
     folder: Path, *, placeholder: int = PLACEHOLDER, marks: dict[str, int] | None = None, **text: Any
 ) -> PreTrainedModel:
-    """Write a small MiniCPM-V that sees, with its image processor, and return transformers' model.
+    """Write a small MiniCPM-V 4.7.
 
     Args:
-        placeholder: the token that stands for a row.
-        marks: the tokens around parts of pictures.
+        marks: the tokens around parts of pictures; as far behind the placeholder as in `MARKS` unless given.
     """
+    marks = marks or {name: token + placeholder - PLACEHOLDER for name, token in MARKS.items()}
     config = MiniCPMV4_7Config(
         text_config=qwen3_5_config(rope_parameters=SHARES, **text).to_dict(), vision_config=CANVAS_EYES,
-        insert_layer_id=1, image_token_id=placeholder, **(marks or MARKS),
+        insert_layer_id=1, image_token_id=placeholder, **marks,
     )  # fmt: skip
     model = _write(folder, config)
     MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=48, max_slice_nums=4).save_pretrained(folder)
     return model
 
 
-def write_minicpm_v_4_6(folder: Path) -> PreTrainedModel:
+def write_minicpm_v_4_6(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
     config = MiniCPMV4_6Config(
-        text_config=qwen3_5_config(rope_parameters=SHARES).to_dict(), vision_config=CANVAS_EYES,
-        insert_layer_id=1, image_token_id=PLACEHOLDER, video_token_id=4,
+        text_config=qwen3_5_config(rope_parameters=SHARES, **text).to_dict(), vision_config=CANVAS_EYES,
+        insert_layer_id=1, image_token_id=placeholder, video_token_id=placeholder + 1,
     )  # fmt: skip
     model = _write(folder, config)
     MiniCPMV4_6ImageProcessorPil(patch_size=4, scale_resolution=48, max_slice_nums=4).save_pretrained(folder)
     return model
 
 
-def write_glm5_next(folder: Path) -> PreTrainedModel:
-    config = glm5_next_config()
+def write_glm5_next(folder: Path, *, placeholder: int = PLACEHOLDER, **text: Any) -> PreTrainedModel:
+    config = glm5_next_config(**text)
     eyes = config.vision_config
     eyes.patch_size, eyes.image_size, eyes.out_hidden_size, eyes.depth = 4, 32, config.text_config.hidden_size, 2
-    config.image_token_id, config.image_start_token_id, config.image_end_token_id = PLACEHOLDER, 5, 6
-    config.video_token_id, config.video_start_token_id, config.video_end_token_id = 4, 51, 52
+    config.image_token_id, config.video_token_id = placeholder, placeholder + 1
+    config.image_start_token_id, config.image_end_token_id = placeholder + 2, placeholder + 3
+    config.video_start_token_id, config.video_end_token_id = placeholder + 48, placeholder + 49
     model = _write(folder, config)
     Glm5NextImageProcessorPil(patch_size=4, min_image_tokens=2, max_image_tokens=24).save_pretrained(folder)
     return model
 
 
-WRITERS: dict[str, Callable[[Path], PreTrainedModel]] = {
-    "qwen3.5": write_seeing, "qwen3.5-moe": write_moe, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl,
+def _around(placeholder: int) -> dict[str, int]:
+    names = "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"
+    return {name: placeholder + i for i, name in enumerate(names)}
+
+
+WRITERS: dict[str, Callable[..., PreTrainedModel]] = {
+    "qwen3.5": write_qwen3_5, "qwen3.5-moe": write_moe, "lfm2-vl": write_lfm2_vl, "lfm3-vl": write_lfm3_vl,
     "nemotron-h-omni": write_nemotron_h_omni, "minicpm-v": write_minicpm_v, "qwen4-exp": write_qwen4_exp,
     "minicpm-v-4.6": write_minicpm_v_4_6, "glm5-next": write_glm5_next,
 }  # fmt: skip

@@ -19,7 +19,7 @@ from hybridmem.chat.special_tokens.marks import names_in
 from hybridmem.models import LanguageModel, load_model
 from hybridmem.models.vision.pictures import pictures_of
 from tests.chat.servers import MODEL, Answer, Running, running
-from tests.models.seeing import as_png, draw_picture, write_seeing
+from tests.models.seeing import as_png, draw_picture, write_qwen3_5
 from tests.speaker import tokenizer_of_speaker
 
 WIDE = as_png(draw_picture(1, 72, 40))
@@ -59,7 +59,7 @@ SHOW = BASE | {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     folder, n = tmp_path_factory.mktemp("seeing"), len(tokenizer_of_speaker())
-    write_seeing(folder, placeholder=n, vocab_size=n + 4)
+    write_qwen3_5(folder, placeholder=n, vocab_size=n + 4)
     return load_model(folder)
 
 

@@ -18,29 +18,41 @@ from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.sequences import is_soft
 from hybridmem.models import UnsupportedModelError, load_model
 from hybridmem.models.vision.pictures import Pictures, pictures_of
-from tests.models.seeing import MARKS, as_png, draw_picture, write_minicpm_v, write_seeing
+from tests.extent import IS_LONG
+from tests.models.seeing import MARKS, PROCESSORS, SPECIAL, WRITERS, as_png, draw_picture, write_minicpm_v
 from tests.speaker import speaker, tokenizer_of_speaker
 from tests.tolerances import assert_split_close
 
 WIDE, TALL = draw_picture(1, 72, 40), draw_picture(2, 24, 64)
 
 
+CLASSES = list(WRITERS) if IS_LONG else ["qwen3.5", "minicpm-v-4.6"]
+"""Models with which a conversation with a picture is tried; qwen3.5 alone with the rest."""
+
+
 @dataclass(frozen=True)
 class Seeing:
     folder: Path
+    tokenizer: Any
 
     def engine(self, budget: str = "64MiB") -> Engine:
         model: Any = load_model(self.folder)
+        if (processor := PROCESSORS.get(type(model).__name__)) is not None:
+            model.pictures.processor = processor()
         memory = HybridMemory(model.memory_spec, budget, rollback_window=16, poison=True)
-        return Engine(model, memory, tokenizer_of_speaker(), prefixes=PrefixCache(memory), stop_ids=())
+        return Engine(model, memory, self.tokenizer, prefixes=PrefixCache(memory), stop_ids=())
 
 
 @pytest.fixture(scope="module")
-def seeing(tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+def seeing(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seeing:
+    """The model that `seeing` is parametrized with, and a tokenizer that has the special tokens of all of them."""
     folder = tmp_path_factory.mktemp("seeing")
-    n = len(tokenizer_of_speaker())
-    write_seeing(folder, placeholder=n, vocab_size=n + 4)
-    return Seeing(folder)
+    tokenizer: Any = copy.deepcopy(tokenizer_of_speaker())
+    names = [name for name in SPECIAL if name.startswith("<")]
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    n = len(tokenizer)
+    WRITERS[getattr(request, "param", "qwen3.5")](folder, placeholder=n, vocab_size=n + 50)
+    return Seeing(folder, tokenizer)
 
 
 def assert_as_recomputed(session: ChatSession) -> None:
@@ -66,6 +78,7 @@ def talk(engine: Engine) -> ChatSession:
     return session
 
 
+@pytest.mark.parametrize("seeing", CLASSES, indirect=True)
 def test_a_picture_in_the_second_of_five_turns(seeing: Seeing, tmp_path: Path) -> None:
     engine = seeing.engine()
     pictures = pictures_of(engine.model)

@@ -23,7 +23,7 @@ from hybridmem.memory import FormatError, HybridMemory
 from hybridmem.models import EMBEDDED, UnsupportedModelError, load_model
 from hybridmem.models.loading.dry import find_files
 from hybridmem.models.loading.folders import find_folder
-from hybridmem.models.loading.gguf import GgufFile, read_gguf_config
+from hybridmem.models.loading.gguf import GgufFile, configs, read_gguf_config
 from hybridmem.models.loading.load import dry_model, weight_bytes
 from tests.extent import one_in, pick
 from tests.models.checkpoints import CONFIGS, write_checkpoint
@@ -42,6 +42,13 @@ FAMILIES = (
     "mamba-bias-untied", "mamba2", "mamba2-tied", "nemotron-h-two-of-eight-experts", "qwen3", "qwen3.5", "qwen3.5-moe",
     "qwen3.5-moe-two-of-three-experts", "qwen3-next", "rwkv7",
 )  # fmt: skip
+
+
+def test_each_class_that_files_hold_is_loaded_from_one() -> None:
+    """The column GGUF of docs/results/architectures.md names these classes."""
+    known = {kind for _, kind, _ in (*configs._ARCHITECTURES.values(), *configs._VARIANTS)}
+    names = [name.removesuffix("-tied") if "gemma" in name else name for name in (*FAMILIES, "falcon-h1")]
+    assert {CONFIGS[name]().model_type for name in names} == known
 
 
 def logits(model: Any) -> torch.Tensor:
