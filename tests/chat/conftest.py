@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numba
 import pytest
-import torch
 
 from hybridmem.chat.prompts import Tokenizer, load_tokenizer
 from hybridmem.models import EMBEDDED, LanguageModel, load_model
@@ -18,18 +16,6 @@ from tests.subjects import make_subject
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     """Attention and recurrences, with and without a window, and recurrences alone; they have no tokenizer."""
     return make_subject(request.param, tmp_path_factory.mktemp(request.param)).model
-
-
-@pytest.fixture(scope="module")
-def single_thread() -> Iterator[None]:
-    """The model is tiny: threads gain nothing, and waiting for each other on a busy machine they lose a
-    factor of 50."""
-    n_torch, n_numba = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(1)
-    numba.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_torch)
-    numba.set_num_threads(n_numba)
 
 
 @pytest.fixture(scope="session")
