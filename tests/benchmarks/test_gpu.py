@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.gpu_step import make_config, make_contestants, measure, share_covered
+from tests.extent import only_in_long
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
@@ -59,6 +60,7 @@ def test_the_time_that_a_device_is_busy_is_counted_once() -> None:
     assert share_covered([(2.0, 3.0)]) == 1.0
 
 
+@only_in_long
 def test_all_contestants_decode() -> None:
     contestants = make_contestants(make_config(256, 2, [1]), 2, 8, torch.device("cpu"))
     medians = measure(contestants, 3, 1)

@@ -29,6 +29,7 @@ from benchmarks.llamacpp_peer import start_llamacpp, time_calls
 from benchmarks.ours import Ours
 from hybridmem.models import LanguageModel, load_model
 from hybridmem.models.loading.load import weight_bytes
+from tests.extent import one_in
 from tests.models.checkpoints import write_checkpoint
 
 VOCAB = 160
@@ -70,7 +71,7 @@ def draw(n_sequences: int, n_tokens: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (n_sequences, n_tokens), generator=torch.Generator().manual_seed(2))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_in(3, MODELS))
 def test_files_hold_the_model_that_they_were_written_from(name: str, tmp_path: Path) -> None:
     """In 32 bits, files give the same greedy tokens.
 

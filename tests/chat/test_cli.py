@@ -31,9 +31,6 @@ SMALL = [[*command, "--budget", "1KiB"] for command in (["chat"], ["generate", "
 REPLIES = ["Okay, noted.", "You have not told me that."]
 
 
-pytestmark = pytest.mark.usefixtures("single_thread")
-
-
 # The tests below run `generate`.
 
 

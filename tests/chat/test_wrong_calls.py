@@ -27,8 +27,6 @@ from hybridmem.models import EMBEDDED, LanguageModel
 from hybridmem.models.hf.cache import HybridCache
 from tests.wrong_calls import Row, assert_refused
 
-pytestmark = pytest.mark.usefixtures("single_thread")
-
 
 @pytest.fixture(scope="module")
 def names(

@@ -13,21 +13,15 @@ from zlib import crc32
 import pytest
 
 from hybridmem.memory.recurrences import FAMILIES
-from tests.extent import IS_LONG, pick
+from tests.extent import IS_LONG, IS_REST
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 
-_MOST = pick(1, 2)
-"""Combinations of a test's own parameters that a subject meets; promises of the kit meet one subject of a kind all."""
-
-_OF_ALL = {
-    "test_a_promise_of_the_kit_is_kept",
-    "test_64_sequences_shuffled_equal_each_alone",
-    "test_every_distance_at_once",
-    *(["test_every_split_of_a_prompt_equals_one_shot"] if IS_LONG else []),
-}
-"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have. By default, prompts of
-models are split by `tests/models/test_parity.py` alone.
-"""
+_OF_ALL = {"test_a_promise_of_the_kit_is_kept"}
+"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have."""
+_BY_TURNS = ("test_64_sequences_shuffled_equal_each_alone", "test_every_distance_at_once")
+"""The same. By default, each subject that adds no kind of memory meets one of the two."""
+_OF_ALL_IN_LONG = {*_OF_ALL, *_BY_TURNS, "test_every_split_of_a_prompt_equals_one_shot"}
+"""By default, prompts of models are split by `tests/models/test_parity.py` alone."""
 _WHOLE_MODELS = {"model:bamba defer", "model:deepseek-v3", "model:gemma2", "model:rwkv7"}
 """Models that run every test: for deferred states, latent attention, soft caps, and values of a first layer."""
 _ALIKE = {
@@ -49,18 +43,28 @@ _OF_PLUGINS = {
     f"family:{name}" for name, own in FAMILIES.items() if not own.example.__module__.startswith("hybridmem.")
 }
 """These and one subject for each kind of memory run every test. The rest, mostly pairs that differ in one choice, share
-the other tests between them, every second subject each; which half it is differs from test to test."""
+the other tests between them: by default every fourth subject meets a test, in the long form every second, other ones in
+each test.
+"""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Let each test meet the subjects about which it can say more than about others."""
     if "subject" in metafunc.fixturenames:
-        test = metafunc.function.__name__
-        is_whole = is_everything(metafunc.config) or test in _OF_ALL
-        rest = [name for name in SUBJECTS if name not in _ALIKE and name not in _EACH_KIND]
-        chosen = _EACH_KIND | _OF_PLUGINS | set(rest[crc32(test.encode()) % 2 :: 2])
-        subjects = [name for name in SUBJECTS if is_whole or name in chosen]
+        chosen = subjects_of(metafunc.function.__name__, in_long_form=IS_LONG)
+        subjects = SUBJECTS if is_everything(metafunc.config) else [name for name in SUBJECTS if name in chosen]
         metafunc.parametrize("subject", subjects, indirect=True, scope="session")
+
+
+def subjects_of(test: str, *, in_long_form: bool) -> set[str]:
+    if test in (_OF_ALL_IN_LONG if in_long_form else _OF_ALL):
+        return set(SUBJECTS)
+    if test in _BY_TURNS:
+        turn = _BY_TURNS.index(test)
+        return {name for i, name in enumerate(SUBJECTS) if name not in _ALIKE or i % 2 == turn}
+    rest = [name for name in SUBJECTS if name not in _ALIKE and name not in _EACH_KIND]
+    step = 2 if in_long_form else 4
+    return _EACH_KIND | _OF_PLUGINS | set(rest[crc32(test.encode()) % step :: step])
 
 
 @pytest.fixture(scope="session")
@@ -74,26 +78,31 @@ def is_everything(config: pytest.Config) -> bool:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what `is_chosen` does not choose."""
     if is_everything(config):
         return
-    dropped = {item for item in items if is_ours(item) and not is_chosen(item)}
+    dropped = {item for item in items if item.path.parent == Path(__file__).parent and is_left_out(item)}
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
 
 
-def is_ours(item: pytest.Item) -> bool:
-    return item.path.parent == Path(__file__).parent and "subject" in getattr(item, "fixturenames", ())
+def is_left_out(item: pytest.Item) -> bool:
+    """Return whether this run leaves it to others: it is not chosen, or in the rest, the default run has tried it."""
+    if "subject" not in getattr(item, "fixturenames", ()):
+        return IS_REST
+    return not is_chosen(item, in_long_form=IS_LONG) or (IS_REST and is_chosen(item, in_long_form=False))
 
 
-def is_chosen(item: pytest.Item) -> bool:
-    """Return whether a combination of a test's own parameters is in the part that the subject meets.
+def is_chosen(item: pytest.Item, *, in_long_form: bool) -> bool:
+    """Return whether the subject is one of the test's, and meets this combination of the test's own parameters.
 
-    That part is evenly spread, and begins elsewhere for each subject and for tests of other names. So each combination
-    meets some subjects in each test. For example, in `test_any_window_reaches_that_far` each subject meets one of the
-    six window sizes, and two in the long form.
+    A subject meets one of a test's combinations, and in the long form two. They are evenly spread, and begin elsewhere
+    for each subject and for tests of other names. So each combination meets some subjects in each test. For example, in
+    `test_any_window_reaches_that_far` each subject meets one of the six window sizes, and two in the long form. One
+    subject of each kind meets all promises of the kit.
     """
     subject, test = item.callspec.params["subject"], item.originalname  # type: ignore[attr-defined]
+    if subject not in subjects_of(test, in_long_form=in_long_form):
+        return False
     if "promise" in item.callspec.params and subject in _EACH_KIND | _OF_PLUGINS:  # type: ignore[attr-defined]
         return True
     nth, n = 0, 1
@@ -101,4 +110,4 @@ def is_chosen(item: pytest.Item) -> bool:
         nth += n * list(values).index(item.callspec.params[name])  # type: ignore[attr-defined]
         n *= len(values)
     start = crc32(test.encode()) + SUBJECTS.index(subject)
-    return (nth + start) % ceil(n / _MOST) == 0
+    return (nth + start) % ceil(n / (2 if in_long_form else 1)) == 0

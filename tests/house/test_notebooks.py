@@ -53,7 +53,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
     manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS if IS_LONG else NOTEBOOKS[:2], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS if IS_LONG else NOTEBOOKS[:1], ids=lambda path: path.stem)
 def test_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
     """A notebook runs in an empty folder, and as if it were the kernel's first."""
     notebook = nbformat.read(path, as_version=4)

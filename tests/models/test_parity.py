@@ -22,7 +22,7 @@ from hybridmem.memory.blocks.layout import Field
 from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.models import LanguageModel, load_model, plan_memory, weight_bytes
 from hybridmem.models.weights.coded import CodedTensor
-from tests.extent import IS_LONG
+from tests.extent import named
 from tests.inside import store_of
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.models.test_from_transformers import ONE_OF_EACH
@@ -50,10 +50,14 @@ MATTERS = 0.1
 
 FAMILIES = (*ONE_OF_EACH, "deepseek-v3.2", "glm5-next", "rwkv7")
 IN_BFLOAT16 = ("jamba", "mamba2", "qwen3-next")
-each_config = pytest.mark.parametrize("pair", CONFIGS, indirect=True, scope="session")
-each_family = pytest.mark.parametrize("pair", CONFIGS if IS_LONG else FAMILIES, indirect=True, scope="session")
+VARIANTS = [name for name in CONFIGS if name not in FAMILIES]
+each_config = pytest.mark.parametrize(
+    "pair", named([*FAMILIES, *VARIANTS[::2]], CONFIGS), indirect=True, scope="session"
+)
+"""By default, every family, and every second one of their other configs."""
+each_family = pytest.mark.parametrize("pair", named(FAMILIES, CONFIGS), indirect=True, scope="session")
 """By default, what one config of a family shows is not asked of the family's other configs."""
-in_bfloat16 = pytest.mark.parametrize("pair", CONFIGS if IS_LONG else IN_BFLOAT16, indirect=True, scope="session")
+in_bfloat16 = pytest.mark.parametrize("pair", named(IN_BFLOAT16, CONFIGS), indirect=True, scope="session")
 """Kernels of another dtype are compiled on their own, which takes seconds for each."""
 all_in_full = pytest.mark.parametrize("pair", CONFIGS if IS_FULL else ["jamba"], indirect=True, scope="session")
 """Other tests feed tokens one by one and split."""

@@ -26,8 +26,6 @@ from tests.inside import forged_file
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 
-pytestmark = pytest.mark.usefixtures("single_thread")
-
 
 def inspect(path: Path) -> dict[str, Any]:
     result = CliRunner().invoke(app, ["inspect", str(path), "--json"])

@@ -13,7 +13,7 @@ from hybridmem.models import load_model
 from tests.chat.servers import MODEL, Gated, Running, running, wait_until
 from tests.extent import pick
 
-N_AT_ONCE = pick(12, 32)
+N_AT_ONCE = pick(6, 32)
 DRAWN = {"temperature": 1.3, "top_p": 0.9}
 
 

@@ -66,7 +66,7 @@ def p99(seconds: list[float]) -> float:
     return statistics.quantiles(seconds, n=100)[98]
 
 
-def test_a_siege(embedded: LanguageModel, tokenizer: Tokenizer, single_thread: None, tmp_path: Path) -> None:
+def test_a_siege(embedded: LanguageModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
     with running(embedded, tokenizer, ServerOptions(max_tokens=512, max_requests=16)) as server:
         ask_all(server.port, 0)
         before = ask_all(server.port, SECONDS)

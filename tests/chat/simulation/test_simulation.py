@@ -43,9 +43,6 @@ TIGHT = "3MiB"
 """Less than its users hold together, and more than any of them."""
 
 
-pytestmark = pytest.mark.usefixtures("single_thread")
-
-
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
     return load_model("embedded")

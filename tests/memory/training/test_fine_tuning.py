@@ -13,6 +13,7 @@ from hybridmem.chat.simulation.dialogues import NOTED, Turn, messages, small_tal
 from hybridmem.memory import HybridMemory
 from hybridmem.memory.training import Tape
 from hybridmem.models import EMBEDDED, LanguageModel, Trainable, load_model
+from tests.extent import only_in_long
 from tests.subjects import IS_FULL
 
 N_TOKENS, N_STEPS = 3000, 8
@@ -47,6 +48,7 @@ def answer(model: LanguageModel, prompt: list[int], n_tokens: int) -> str:
     return str(TOKENIZER.decode(said))
 
 
+@only_in_long
 @pytest.mark.parametrize("seed", range(3 if IS_FULL else 1))
 def test_facts_of_3000_tokens_ago_are_answered(seed: int, tmp_path: Path) -> None:
     facts = [dialogue("Mizaro", seed), dialogue("Delfa", seed + 10)]

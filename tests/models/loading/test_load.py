@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridmem.memory import FormatError, HybridMemory, HybridMemoryError, SpecError, StepError
 from hybridmem.models import ARCHITECTURES, LanguageModel, UnsupportedModelError, families, load_model
 from hybridmem.models.loading import architectures
+from tests.extent import IS_LONG
 from tests.models.checkpoints import Peer, draw_tokens, write_checkpoint
 from tests.models.families.jamba import jamba_config
 from tests.models.families.mamba import mamba_config
@@ -104,7 +105,9 @@ def test_auto_is_the_dtype_that_was_stored(tmp_path: Path, stored: torch.dtype) 
     assert run(model).dtype == stored
 
 
-@pytest.mark.parametrize("dtype", ["float32", torch.float32, "bfloat16", torch.bfloat16, "float16"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", torch.float32, "bfloat16", torch.bfloat16, *(["float16"] if IS_LONG else [])]
+)
 def test_a_checkpoint_is_cast_to_the_dtype_asked_for(folder: Path, dtype: str | torch.dtype) -> None:
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     logits = run(load_model(folder, dtype=dtype))

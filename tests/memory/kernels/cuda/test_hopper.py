@@ -1,4 +1,7 @@
-"""Every kernel compiles for a Hopper GPU in the shapes of models, and fits on it. The interpreter cannot show this."""
+"""Every kernel compiles for a Hopper GPU in the shapes of models, and fits on it. The interpreter cannot show this.
+
+By default every third case is compiled, because each takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ import torch
 from hybridmem.memory.blocks.staging import Placed
 from hybridmem.memory.kernels import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
 from hybridmem.memory.quantization import Float8, Quantized, Storage
+from tests.extent import one_in
 from tests.hopper import SHARED_BYTES, Recorder
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -77,14 +81,16 @@ def with_all(n_heads: int) -> Scoring:
 
 @pytest.mark.parametrize(
     "dtype, heads, scoring, n_queries",
-    [
-        (BF16, (32, 8, 128), PLAIN, 1),
-        (BF16, (32, 8, 128), PLAIN, 100),
-        (F32, (32, 8, 128), PLAIN, 100),
-        (BF16, (32, 8, 96), with_all(32), 5),
-        (BF16, (16, 8, 256), with_all(16), 100),
-    ],
-    ids=["decode", "prompt", "float32", "drafts", "wide"],
+    one_in(
+        3,
+        [
+            pytest.param(BF16, (32, 8, 128), PLAIN, 1, id="decode"),
+            pytest.param(BF16, (32, 8, 128), PLAIN, 100, id="prompt"),
+            pytest.param(F32, (32, 8, 128), PLAIN, 100, id="float32"),
+            pytest.param(BF16, (32, 8, 96), with_all(32), 5, id="drafts"),
+            pytest.param(BF16, (16, 8, 256), with_all(16), 100, id="wide"),
+        ],
+    ),
 )
 def test_attention(
     recorder: Recorder, dtype: torch.dtype, heads: tuple[int, int, int], scoring: Scoring, n_queries: int
@@ -107,7 +113,7 @@ def test_eight_warps_share_no_products_of_16_channels(recorder: Recorder) -> Non
     assert [kernel.n_warps for kernel in recorder.compiled if kernel.name == "_attend"] == [4]
 
 
-@pytest.mark.parametrize("storage", [Quantized(4), Float8()], ids=str)
+@pytest.mark.parametrize("storage", one_in(2, [Quantized(4), Float8()]), ids=str)
 def test_attention_over_folded_rows(recorder: Recorder, storage: Storage) -> None:
     attend(BF16, (32, 8, 128), 1, PLAIN, storage)
 
@@ -150,24 +156,18 @@ def slots(
 
 @pytest.mark.parametrize(
     "dtype, sizes, erases, lengths, has_tail",
-    [
-        (BF16, (80, 1, 64, 128), False, [1] * 128, True),
-        (BF16, (32, 16, 128, 128), True, [1] * 128, True),
-        (F32, (32, 16, 128, 128), True, [5] * 64, True),
-        (torch.float64, (2, 1, 16, 16), True, [5], True),
-        (BF16, (32, 16, 128, 128), True, [1] * 128, False),
-        (BF16, (32, 16, 128, 128), True, [4096], True),
-        (F32, (80, 1, 64, 128), False, [1000, 24], False),
-    ],
-    ids=[
-        "SSD, decode",
-        "delta, decode",
-        "delta, drafts",
-        "delta, drafts, float64",
-        "delta, decode in place",
-        "delta, prompt",
-        "SSD, prompts, float32",
-    ],
+    one_in(
+        3,
+        [
+            pytest.param(BF16, (80, 1, 64, 128), False, [1] * 128, True, id="SSD, decode"),
+            pytest.param(BF16, (32, 16, 128, 128), True, [1] * 128, True, id="delta, decode"),
+            pytest.param(F32, (32, 16, 128, 128), True, [5] * 64, True, id="delta, drafts"),
+            pytest.param(torch.float64, (2, 1, 16, 16), True, [5], True, id="delta, drafts, float64"),
+            pytest.param(BF16, (32, 16, 128, 128), True, [1] * 128, False, id="delta, decode in place"),
+            pytest.param(BF16, (32, 16, 128, 128), True, [4096], True, id="delta, prompt"),
+            pytest.param(F32, (80, 1, 64, 128), False, [1000, 24], False, id="SSD, prompts, float32"),
+        ],
+    ),
 )
 def test_matrix_states(
     recorder: Recorder,
@@ -196,12 +196,14 @@ def test_matrix_states(
 
 @pytest.mark.parametrize(
     "kernel, choice",
-    [
-        ("attend", {"block_n": 128, "num_warps": 8, "num_stages": 3}),
-        ("attend", {"block_n": 128, "num_warps": 4, "num_stages": 5}),
-        ("scan_chunks", {"chunk": 64, "rows": 64, "num_warps": 8, "num_stages": 2}),
-    ],
-    ids=["prompt", "decode", "chunks"],
+    one_in(
+        3,
+        [
+            pytest.param("attend", {"block_n": 128, "num_warps": 8, "num_stages": 3}, id="prompt"),
+            pytest.param("attend", {"block_n": 128, "num_warps": 4, "num_stages": 5}, id="decode"),
+            pytest.param("scan_chunks", {"chunk": 64, "rows": 64, "num_warps": 8, "num_stages": 2}, id="chunks"),
+        ],
+    ),
 )
 def test_the_largest_tiles_that_tuning_tries_fit(recorder: Recorder, kernel: str, choice: dict[str, int]) -> None:
     """Tuning skips what does not fit."""
@@ -218,7 +220,7 @@ def test_the_largest_tiles_that_tuning_tries_fit(recorder: Recorder, kernel: str
             cuda.matrix_scan(q, q, v, zeros(100, 80, dtype=F32), None, slots([100], (80, 64, 128)))
 
 
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("has_bias", one_in(2, [True, False]), ids=lambda x: "bias" if x else "no bias")
 def test_what_the_package_brings_fits_with_all_that_scores_may_have(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, has_bias: bool
 ) -> None:
