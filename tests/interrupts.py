@@ -13,6 +13,7 @@ in the first call and set-up that runs it. All kinds of steps are one operation.
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import signal
 import sys
@@ -127,6 +128,8 @@ def interrupted(
     previous = signal.signal(number, HANDLERS[number])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "unclosed file", ResourceWarning)
+        # Otherwise finalizers of memories from earlier attempts may run in this call. Python loses what they raise.
+        gc.disable()
         try:
             sys.settrace(tracer)
             try:
@@ -138,6 +141,7 @@ def interrupted(
         except (KeyboardInterrupt, TimedOutError):
             outcome.was_interrupted = True
         finally:
+            gc.enable()
             assert signal.getsignal(number) is HANDLERS[number], "the handler has not been put back"
             signal.signal(number, previous)
     return outcome, list(tracer.places)
