@@ -261,7 +261,8 @@ class Packed:
     @cached_property
     def is_decode(self) -> bool:
         """True if every request has exactly one token."""
-        return len(self.token_ids) == len(self.slots) == np.count_nonzero(self.counts)  # A rejected tree has none.
+        # A request whose tree was rejected has no token, so equal totals alone do not show it.
+        return len(self.token_ids) == len(self.slots) == np.count_nonzero(self.counts)
 
     @cached_property
     def counts(self) -> Int64s:

@@ -100,7 +100,7 @@ class Archive:
         """Open the sequence that `read` has read. The errors are those of `HybridMemory.load`."""
         return self._coordinator.handed_over(self._open, saved).sequence
 
-    # The methods below save.
+    # The methods below save sequences to files.
 
     @property
     def lock(self) -> AbstractContextManager[Any]:

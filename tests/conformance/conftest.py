@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def is_left_out(item: pytest.Item) -> bool:
-    """Return whether this run leaves it to others: it is not chosen, or in the rest, the default run has tried it."""
+    """Return whether this run drops the test: it is not chosen, or with TESTS=rest the default run has tried it."""
     if "subject" not in getattr(item, "fixturenames", ()):
         return IS_REST
     return not is_chosen(item, in_long_form=IS_LONG) or (IS_REST and is_chosen(item, in_long_form=False))

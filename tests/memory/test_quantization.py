@@ -247,7 +247,7 @@ def test_memories_of_16_bits(dtype: torch.dtype, policy: EvictionPolicy | None) 
 
 
 def test_bytes_are_those_of_the_codes() -> None:
-    """Rows of 4 bits in groups of 64 take at most 30 % of float16.
+    """Rows of 4 bits in groups of 64 take at most 30 % of the bytes of float16.
 
     The arena is measured without the exact tail.
     """

@@ -32,7 +32,7 @@ N_ASKED = 49
 """How many scenarios there are at least."""
 
 
-# Options of `generate`
+# The scenarios below are options of `generate`.
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def flat(outputs: Any) -> list[Tensor]:
     return [outputs] if isinstance(outputs, Tensor) else []
 
 
-# Calls of the model and of its cache
+# The scenarios below call the model and its cache.
 
 Call = Callable[[PreTrainedModel, HybridCache], None]
 CALLS: dict[str, tuple[int, Call]] = {}
