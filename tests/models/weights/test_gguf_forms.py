@@ -37,7 +37,7 @@ from hybridmem.models.weights.coded import CodedTensor, plain_form
 from hybridmem.models.weights.formats import weights_in
 from hybridmem.models.weights.gguf_forms import FORMS
 from hybridmem.models.weights.layouts import Layout
-from tests.extent import IS_LONG, one_in, only_in_long
+from tests.extent import IS_LONG, few_cases, one_in, only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.families.granite_moe_hybrid import granite_config
 from tests.models.families.jamba import jamba_config
@@ -261,6 +261,7 @@ WIDE: dict[str, Callable[[], PreTrainedConfig]] = {
 """Families whose rows are changed for GGUF, with rows of whole blocks."""
 
 
+@few_cases
 @pytest.mark.parametrize("name", one_in(2, WIDE))
 def test_models_keep_the_bits_of_their_files(name: str, tmp_path: Path) -> None:
     """The logits are those of a model with floats.
@@ -313,6 +314,7 @@ class Counted:
         return self.model(step)
 
 
+@only_in_long
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_steps_that_read_rows_of_packed_weights_are_replayed(is_tied: bool, tmp_path: Path) -> None:
     """The embedding is also the head, or has a form of its own. Other weights have several forms."""
