@@ -111,13 +111,13 @@ def test_blocks_stand_for_the_numbers_of_the_gguf_package(name: str) -> None:
         assert np.array_equal(found.numpy(), dequantize(raw, kind), equal_nan=True)
 
 
-FEW = ["Q5_K", "Q8_0", "IQ4_XS", "e4m3"]
-"""Compiling takes more than ten seconds for each. These have minima or none, codes in one part and in two, and codes
-that are integers, places in a table, and small floats; `test_quantised_checkpoints.py` multiplies by codes with zeros.
+FEW = ["Q5_K", "IQ4_XS"]
+"""Compiling takes more than ten seconds for each. These have minima or none, codes in two parts and in one, and codes
+that are integers and places in a table; `test_quantised_checkpoints.py` multiplies by codes with zeros.
 """
 
 
-OTHERS = ["Q2_K", "Q3_K", "Q4_1", "Q6_K", "4 bits with zero points"]
+OTHERS = ["Q8_0", "e4m3", "Q2_K", "Q3_K", "Q4_1", "Q6_K", "4 bits with zero points"]
 
 
 @pytest.mark.parametrize("name", [*FORMS, *PLAIN] if IS_LONG else FEW)
@@ -144,7 +144,7 @@ def test_rows_that_do_not_exist_are_refused() -> None:
 MANY = [*FORMS, *PLAIN] if IS_FULL else [*FEW, *(OTHERS if IS_LONG else [])]
 
 
-EVERY_KERNEL = ("e4m3", "Q6_K") if IS_LONG else ("e4m3",)
+EVERY_KERNEL = ("e4m3", "Q6_K")
 """Forms that every kernel multiplies here, because `test_quantised.py` has no other whose codes are small floats."""
 
 
