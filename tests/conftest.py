@@ -17,7 +17,7 @@ import pytest
 import xdist
 from hypothesis import HealthCheck, settings
 
-from tests.extent import pick
+from tests.extent import left_out, pick
 
 # Bytecode is kept even where the environment forbids it, as in containers. Otherwise each process that tests start
 # compiles every file of the library that it imports, which takes six seconds for all files.
@@ -30,7 +30,7 @@ gc.set_threshold(2_000_000)
 
 settings.register_profile(
     "ci",
-    max_examples=pick(10, 50),
+    max_examples=pick(5, 50),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=True,
@@ -58,12 +58,16 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         sys.modules[warm_up.__module__]._n_cores = lambda: 1  # type: ignore[attr-defined]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the longest tests begin first, so that in the end no worker waits long for another.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what another run tries, and let the longest tests begin first, so that in the end no worker waits long.
 
     With a cold cache, one worker compiles numba's kernels while another runs Triton's interpreter, which needs none of
     them.
     """
+    if not any("[" in argument for argument in config.args):  # A case that is named in full is tried.
+        others = left_out(items)
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     first = ["test_interpreted.py", "test_notebooks.py"]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 

@@ -18,6 +18,7 @@ def test_without_a_gpu_nothing_is_measured() -> None:
     assert "needs an NVIDIA GPU" in result.output
 
 
+@only_in_long
 def test_sequences_that_take_turns_do_so_on_any_device() -> None:
     """The measured code runs on the CPU, at sizes that mean nothing, and all sequences get their turn."""
     from benchmarks.gpu_host import Decoding, Sizes, row

@@ -29,7 +29,7 @@ from benchmarks.llamacpp_peer import start_llamacpp, time_calls
 from benchmarks.ours import Ours
 from hybridmem.models import LanguageModel, load_model
 from hybridmem.models.loading.load import weight_bytes
-from tests.extent import one_in
+from tests.extent import one_in, only_in_long
 from tests.models.checkpoints import write_checkpoint
 
 VOCAB = 160
@@ -71,6 +71,7 @@ def draw(n_sequences: int, n_tokens: int) -> torch.Tensor:
     return torch.randint(0, VOCAB, (n_sequences, n_tokens), generator=torch.Generator().manual_seed(2))
 
 
+@only_in_long
 @pytest.mark.parametrize("name", one_in(3, MODELS))
 def test_files_hold_the_model_that_they_were_written_from(name: str, tmp_path: Path) -> None:
     """In 32 bits, files give the same greedy tokens.
@@ -88,6 +89,7 @@ def test_files_hold_the_model_that_they_were_written_from(name: str, tmp_path: P
         assert 0 < agree(models[kind], source, draw(3, 12), 0).typical < most
 
 
+@only_in_long
 def test_different_models_have_no_speed(tmp_path: Path) -> None:
     source = load_model(write_checkpoint(tmp_path, SMALL["mamba"]))
     found = agree(load_in(write_model(tmp_path, "Q4_0"), "Q4_0"), Loaded(source), draw(2, 12), 4)

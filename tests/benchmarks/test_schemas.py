@@ -6,8 +6,10 @@ import jsonschema
 
 from benchmarks.schema_generator import make_schemas
 from benchmarks.schemas import Parts, is_valid, write_all
+from tests.extent import only_in_long
 
 
+@only_in_long
 def test_what_is_finished_is_valid() -> None:
     schemas = [schema for _, schema in make_schemas(20, seed=7)]
     written = write_all(Parts.load(), schemas)
@@ -21,6 +23,7 @@ def test_what_is_finished_is_valid() -> None:
     assert finished >= 15
 
 
+@only_in_long
 def test_there_are_a_thousand_and_all_are_schemas() -> None:
     cases = make_schemas(1000)
     assert len(cases) == 1000 and sum(not family.startswith("generated") for family, _ in cases) >= 100

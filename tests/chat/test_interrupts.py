@@ -34,7 +34,7 @@ from hybridmem.memory import (
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.models import EMBEDDED
 from tests.chat.engines import scheduler_of
-from tests.extent import pick
+from tests.extent import few_cases, pick
 from tests.interrupts import HANDLERS, Outcome, try_places
 
 Attempt = tuple[Callable[[], Any], Callable[[Outcome], None]]
@@ -234,6 +234,7 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(EMBEDDED)
 
 
+@few_cases
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_chat_goes_on(name: str, tokenizer: Tokenizer, number: int) -> None:
     model = Counting(932)

@@ -16,11 +16,15 @@ from hybridmem.memory.recurrences import FAMILIES
 from tests.extent import IS_LONG, IS_REST
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 
-_OF_ALL = {"test_a_promise_of_the_kit_is_kept"}
-"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have."""
-_BY_TURNS = ("test_64_sequences_shuffled_equal_each_alone", "test_every_distance_at_once")
-"""The same. By default, each subject that adds no kind of memory meets one of the two."""
-_OF_ALL_IN_LONG = {*_OF_ALL, *_BY_TURNS, "test_every_split_of_a_prompt_equals_one_shot"}
+_BY_TURNS = (
+    "test_64_sequences_shuffled_equal_each_alone",
+    "test_every_distance_at_once",
+    "test_a_promise_of_the_kit_is_kept",
+)
+"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have. By default, each subject
+that adds no kind of memory meets one of the three.
+"""
+_OF_ALL_IN_LONG = {*_BY_TURNS, "test_every_split_of_a_prompt_equals_one_shot"}
 """By default, prompts of models are split by `tests/models/test_parity.py` alone."""
 _WHOLE_MODELS = {"model:bamba defer", "model:deepseek-v3", "model:gemma2", "model:rwkv7"}
 """Models that run every test: for deferred states, latent attention, soft caps, and values of a first layer."""
@@ -57,11 +61,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def subjects_of(test: str, *, in_long_form: bool) -> set[str]:
-    if test in (_OF_ALL_IN_LONG if in_long_form else _OF_ALL):
+    if in_long_form and test in _OF_ALL_IN_LONG:
         return set(SUBJECTS)
     if test in _BY_TURNS:
         turn = _BY_TURNS.index(test)
-        return {name for i, name in enumerate(SUBJECTS) if name not in _ALIKE or i % 2 == turn}
+        return {name for i, name in enumerate(SUBJECTS) if name not in _ALIKE or i % len(_BY_TURNS) == turn}
     rest = [name for name in SUBJECTS if name not in _ALIKE and name not in _EACH_KIND]
     step = 2 if in_long_form else 4
     return _EACH_KIND | _OF_PLUGINS | set(rest[crc32(test.encode()) % step :: step])
@@ -88,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def is_left_out(item: pytest.Item) -> bool:
     """Return whether this run drops the test: it is not chosen, or with TESTS=rest the default run has tried it."""
     if "subject" not in getattr(item, "fixturenames", ()):
-        return IS_REST
+        return IS_REST and item.get_closest_marker("few_cases") is None
     return not is_chosen(item, in_long_form=IS_LONG) or (IS_REST and is_chosen(item, in_long_form=False))
 
 

@@ -18,6 +18,7 @@ from hybridmem.memory import HybridMemory, Sequence
 from hybridmem.memory.eviction import Candidates, EvictionPolicy
 from hybridmem.memory.quantization import Float8, Quantized, Storage
 from hybridmem.memory.sequences.token_buffer import Checkpoint
+from tests.extent import few_cases
 from tests.subjects import IS_FULL, POLICIES, Subject, feed_together
 from tests.toy import VOCAB, Toy
 
@@ -105,6 +106,7 @@ def way_of(n_sequences: int, window: int) -> list[str]:
     return [WAYS[i % len(WAYS)] if window else "checkpoint" for i in range(n_sequences)]
 
 
+@few_cases
 @pytest.mark.parametrize(
     ("policy", "storage", "window", "sizes"), CASES, ids=lambda x: str(x) if isinstance(x, tuple) else None
 )

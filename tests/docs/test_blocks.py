@@ -27,7 +27,7 @@ from hybridmem.memory.recurrences import FAMILIES
 from hybridmem.memory.testing.__main__ import make_parser
 from tests.chat.servers import running
 from tests.docs.pages import NOT_RUN, OUTPUT, PAGES, ROOT, Block, name_of, read_blocks, read_prose
-from tests.extent import one_in
+from tests.extent import few_cases, one_in
 
 LANGUAGES = {"python", "bash", "console", "json", "jsonl", "text", "toml", "yaml", "ini", "dockerfile"}
 """TOML is read by tests/chat/commands/test_serve_options.py, units and files of containers by test_services.py."""
@@ -72,6 +72,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     FAMILIES.update(families)
 
 
+@few_cases
 @pytest.mark.parametrize("page", one_in(4, WITH_PYTHON), ids=name_of)
 @pytest.mark.usefixtures("workplace")
 def test_python_runs(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT
+from tests.extent import few_cases
 
 FOLDER = ROOT / "examples"
 PRINTED = {
@@ -25,6 +26,7 @@ def test_each_file_is_an_example() -> None:
     assert {path.stem for path in FOLDER.glob("*.py")} == PRINTED.keys()
 
 
+@few_cases
 @pytest.mark.parametrize("name", PRINTED)
 def test_an_example_runs_and_is_short(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

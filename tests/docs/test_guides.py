@@ -25,6 +25,7 @@ from hybridmem.memory.testing import HybridAdapter, check
 from hybridmem.memory.testing.toys import FamilyToy
 from hybridmem.models import ATTACHABLE
 from tests.docs.pages import ROOT, read_blocks
+from tests.extent import only_in_long
 from tests.inside import kept_positions
 
 
@@ -33,6 +34,7 @@ def code_of(guide: str) -> list[str]:
     return [block.code for block in read_blocks(ROOT / "docs" / "how-to" / guide) if block.language == "python"]
 
 
+@only_in_long
 def test_the_fast_recurrence_of_the_guide_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guide's own code checks the slow recurrence."""
     module = ModuleType("ema")

@@ -15,6 +15,7 @@ from hybridmem.models import ARCHITECTURES, plan_memory
 from hybridmem.models.loading.architectures import REFUSED
 from hybridmem.models.loading.folders import read_config, unsupported
 from tests.docs.pages import ROOT, read_blocks, read_prose
+from tests.extent import only_in_long
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -55,6 +56,7 @@ def test_its_lines_of_python_run_in_one_session() -> None:
             assert code == "watch(memory)" and "in a notebook, and this is none" in str(error)
 
 
+@only_in_long
 def test_a_window_costs_what_the_plan_says() -> None:
     """With default options, the cost is a session with a window of 64 less one without a window, in states."""
     (row,) = re.findall(r"^\| bytes that a 64-token window adds, .*? \| (.*?) \|", README.read_text(), re.MULTILINE)
@@ -70,6 +72,7 @@ def test_a_window_costs_what_the_plan_says() -> None:
             assert abs(found - n_states) <= 0.05, (name, device, found)
 
 
+@only_in_long
 def test_the_table_of_architectures_is_that_of_the_registry() -> None:
     """Update it by `python -m benchmarks parity --out benchmarks/results` and then `python -m benchmarks table`."""
     assert architectures.table_in_docs() == architectures.table()

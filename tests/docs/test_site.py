@@ -18,7 +18,7 @@ import pytest
 
 from hybridmem import memory
 from tests.docs.pages import ROOT
-from tests.extent import IS_LONG
+from tests.extent import IS_LONG, only_in_long
 
 KEY_PAGES = [
     f"{name}.html"
@@ -114,6 +114,7 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
+@only_in_long
 def test_the_reference_has_signatures_and_first_sentences_in_the_repository() -> None:
     """`python docs/signatures.py` updates the pages."""
     signatures = load_script("signatures")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.extent import IS_LONG, pick
+from tests.extent import IS_LONG, few_cases, pick
 from tests.failure.killed import NEW, OLD, make_memory
 from tests.failure.points import ROOT
 from tests.failure.scenes import SET_UPS
@@ -38,6 +38,7 @@ ALL_INTERRUPTS = [(name, call) for name, set_up in SET_UPS.items() for call in s
 ALL = [(name, call, 1) for name, set_up in EVERYTHING.items() for call in set_up.calls]
 
 
+@few_cases
 @pytest.mark.parametrize(("set_up", "call", "every"), ALL if IS_ALL else SAMPLE)
 def test_a_call_happens_whole_or_not_at_all(set_up: str, call: str, every: int) -> None:
     found = survey([set_up], [call], every=every)
@@ -45,6 +46,7 @@ def test_a_call_happens_whole_or_not_at_all(set_up: str, call: str, every: int) 
     assert IS_ALL or found.survived == sum(found.points.values()) > 0
 
 
+@few_cases
 @pytest.mark.parametrize(("where", "number"), by_handlers(ALL_INTERRUPTS if TRIES_ALL else INTERRUPTED))
 def test_an_exception_at_any_bytecode_leaves_all_or_nothing(where: tuple[str, str], number: int) -> None:
     """The handlers of Ctrl-C and of a timer raise the exceptions. Others continue as if nothing had happened."""

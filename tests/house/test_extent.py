@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 import pytest
 
 from tests import extent
@@ -29,8 +32,50 @@ def test_subjects_of_the_default_run_are_some_of_the_long_form(test: str) -> Non
     assert by_default <= in_long_form and "toy" in by_default
 
 
-def test_each_subject_meets_sequences_in_other_orders_or_every_distance() -> None:
-    tests = ("test_64_sequences_shuffled_equal_each_alone", "test_every_distance_at_once")
-    shuffled, distances = (subjects_of(test, in_long_form=False) for test in tests)
-    assert shuffled | distances == set(SUBJECTS) == subjects_of(tests[0], in_long_form=True)
-    assert shuffled != distances
+def test_each_subject_meets_sequences_in_other_orders_or_every_distance_or_a_promise() -> None:
+    tests = (
+        "test_64_sequences_shuffled_equal_each_alone",
+        "test_every_distance_at_once",
+        "test_a_promise_of_the_kit_is_kept",
+    )
+    shuffled, distances, promises = (subjects_of(test, in_long_form=False) for test in tests)
+    assert shuffled | distances | promises == set(SUBJECTS) == subjects_of(tests[0], in_long_form=True)
+    assert shuffled != distances != promises != shuffled
+
+
+@dataclass(frozen=True)
+class Case:
+    """Stands for a test that pytest has collected."""
+
+    path: Path
+    originalname: str
+    name: str
+    has_few_cases: bool = True
+
+    def get_closest_marker(self, name: str) -> bool | None:
+        assert name == "few_cases"
+        return self.has_few_cases or None
+
+
+@pytest.mark.parametrize("imports", ["", "from tests.extent import pick"])
+def test_the_default_run_and_the_rest_are_all_cases(
+    imports: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with a long form is run whole once more, because its tests try more than they did."""
+    file = tmp_path / "test_file.py"
+    file.write_text(imports)
+    many = {Case(file, "test_many", f"test_many[{i}]") for i in range(9)}
+    others = {Case(file, "test_other", f"test_other[{i}]") for i in range(9)}
+    whole = {Case(file, "test_whole", f"test_whole[{i}]", has_few_cases=False) for i in range(9)}
+    tests = sorted(many | others | whole, key=str)
+
+    def run(*, is_long: bool, is_rest: bool) -> set[Case]:
+        monkeypatch.setattr(extent, "IS_LONG", is_long)
+        monkeypatch.setattr(extent, "IS_REST", is_rest)
+        return set(tests) - extent.left_out(tests)  # type: ignore[arg-type, operator]
+
+    by_default = run(is_long=False, is_rest=False)
+    assert len(by_default & many) == len(by_default & others) == extent.N_FEW and by_default >= whole
+    assert {case.name[-3:] for case in by_default & many} != {case.name[-3:] for case in by_default & others}
+    assert run(is_long=True, is_rest=False) == set(tests)
+    assert run(is_long=True, is_rest=True) == (set(tests) if imports else set(tests) - by_default)

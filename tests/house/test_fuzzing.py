@@ -14,7 +14,7 @@ from fuzzing.running import draw, judge
 from fuzzing.targets import TARGETS, make_target
 from hybridmem.memory.errors import FormatError, SpecError
 from hybridmem.models.loading.gguf.header import Header
-from tests.extent import pick
+from tests.extent import few_cases, pick
 
 N_INPUTS = int(os.environ.get("FUZZING", pick(4, 12)))
 SLOW = {"chat", "tokenizer"}
@@ -23,6 +23,7 @@ SLOW = {"chat", "tokenizer"}
 FORMER = sorted((Path(__file__).parent.parent / "data" / "fuzzing").glob("*/*"))
 
 
+@few_cases
 @pytest.mark.parametrize("name", [name for name in TARGETS if name not in SLOW or N_INPUTS > 12])
 def test_hostile_inputs_are_read_or_refused(name: str, tmp_path: Path) -> None:
     target = make_target(name, tmp_path)
@@ -30,6 +31,7 @@ def test_hostile_inputs_are_read_or_refused(name: str, tmp_path: Path) -> None:
     assert [problem for problem in problems if problem is not None] == []
 
 
+@few_cases
 @pytest.mark.parametrize("path", FORMER, ids=lambda path: f"{path.parent.name}-{path.name[:6]}")
 def test_former_findings_stay_mended(path: Path, tmp_path: Path) -> None:
     assert judge(make_target(path.parent.name, tmp_path), path.read_bytes()) is None

@@ -15,6 +15,7 @@ from hybridmem.memory.eviction import H2O, PyramidKV, Quest, Recent, SnapKV
 from hybridmem.memory.quantization import Float8, Quantized
 from hybridmem.memory.recurrences import DeltaRuleShape, SSDShape, mamba1_spec, rwkv7_spec
 from hybridmem.memory.specs import LayerSpec
+from tests.extent import few_cases
 
 ROOM = 1 << 50
 FULL = AttentionSpec(8, 2, 64)
@@ -73,6 +74,7 @@ def chunks(n_tokens: int, size: int) -> list[int]:
     return [min(size, n_tokens - start) for start in range(0, n_tokens, size)]
 
 
+@few_cases
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("n_tokens", [17, 600])
 def test_a_plan_is_what_a_memory_holds_that_is_fed(name: str, n_tokens: int) -> None:
@@ -117,6 +119,7 @@ def test_what_folds_keep_aside_is_one_more_window(window: int) -> None:
     assert storage["exact pages of attention 0, 4 bits"] <= (64 + 2 * window + 16) * row
 
 
+@few_cases
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("spare", ["none", "all but a line"])
 def test_as_many_fit_as_planned_and_no_more(name: str, spare: str) -> None:

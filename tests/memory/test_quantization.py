@@ -14,6 +14,7 @@ from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, SpecError
 from hybridmem.memory.eviction import H2O, EvictionPolicy, KNorm, Recent
 from hybridmem.memory.kernels import FoldedRows, PagedBatch, Scoring, cpu, reference
 from hybridmem.memory.quantization import Float8, Quantized, Storage
+from tests.extent import few_cases
 from tests.inside import kept_positions
 from tests.memory.eviction.test_policies import BUDGET, EVERY, WINDOW, BruteForce, Table, assert_no_trace, feed
 from tests.subjects import IS_FULL
@@ -107,6 +108,7 @@ def folded_rows(
     )
 
 
+@few_cases
 @pytest.mark.parametrize("by_channel", [True, False])
 @pytest.mark.parametrize("n_heads, n_kv_heads, head_dim", [(2, 2, 8), (6, 2, 24), (7, 1, 64), (8, 4, 16)])
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
@@ -191,6 +193,7 @@ class FoldedBruteForce(BruteForce):
         return super().ranks(shares_GSNT, candidates, chunk)
 
 
+@few_cases
 @pytest.mark.parametrize("n_heads, n_kv_heads", [(2, 2), (6, 2), (7, 1)])
 @pytest.mark.parametrize(
     "policy",
@@ -220,6 +223,7 @@ def test_attention_is_what_brute_force_makes_of_the_same_rows(
     )
 
 
+@few_cases
 @pytest.mark.parametrize("policy", [None, H2O(BUDGET, recent=2, every=EVERY)], ids=str)
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_what_was_dropped_leaves_no_trace(storage: Storage, policy: EvictionPolicy | None) -> None:

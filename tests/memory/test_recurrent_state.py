@@ -25,7 +25,7 @@ from hybridmem.memory import (
 from hybridmem.memory.recurrences import linear_attention_spec, mamba1_spec, rwkv7_spec
 from hybridmem.memory.recurrences.registry import FAMILIES
 from hybridmem.memory.rotary import UNROTATED
-from tests.extent import pick
+from tests.extent import few_cases, pick
 from tests.inside import layer_memories
 from tests.toy import VOCAB, FamilyToy, Toy
 
@@ -51,6 +51,7 @@ def with_marks(memory: HybridMemory, model: Any, *positions: int) -> tuple[Seque
     return sequence, marks
 
 
+@few_cases
 @pytest.mark.parametrize("fold", FOLDS)
 @pytest.mark.parametrize("counts", [[1] * pick(12, 30), [40], [3, 9, 1, 20, 2], [7, 8, 8, 9]], ids=str)
 def test_who_returns_to_a_slimmed_one_goes_on_exactly(fold: Any, counts: list[int]) -> None:

@@ -11,6 +11,7 @@ from hybridmem.memory import HybridMemory, Step, StepError
 from hybridmem.memory.eviction import H2O, Quest, SnapKV
 from hybridmem.memory.quantization import Float8, Quantized
 from hybridmem.memory.recurrences import FAMILIES
+from tests.extent import few_cases
 from tests.inside import layer_memory_at
 from tests.subjects import Subject
 from tests.toy import FamilyToy, Toy
@@ -85,6 +86,7 @@ def check(subject: Subject, fold: str | None, steps: list[int]) -> None:
         memory.check()
 
 
+@few_cases
 @pytest.mark.parametrize("fold", ["keep", "replay", "defer"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_of_a_recurrence(name: str, fold: str) -> None:
@@ -104,6 +106,7 @@ POLICIES = {
 STORAGES = {"plain": None, "4 bit": Quantized(4, group=8), "float8": Float8(group=4)}
 
 
+@few_cases
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_attention(policy: str, storage: str) -> None:

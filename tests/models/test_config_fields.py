@@ -15,7 +15,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hybridmem.models import LanguageModel, from_transformers
-from tests.extent import one_in
+from tests.extent import few_cases, one_in
 from tests.models import mutations
 from tests.models.mutations import SUBJECTS, Changes, class_of, foreign_changes, judge, random_changes, single_changes
 
@@ -101,11 +101,13 @@ def wrong_of(subject: str, mutations: list[Changes]) -> list[str]:
     return [f"{changes}: {verdict.why}" for changes, verdict in verdicts if verdict.kind == "wrong"]
 
 
+@few_cases
 @pytest.mark.parametrize("subject, changes", one_in(4, WRONG_ONCE), ids=str)
 def test_what_was_wrong_once_is_right(subject: str, changes: Changes) -> None:
     assert not wrong_of(subject, [changes])
 
 
+@few_cases
 @pytest.mark.parametrize("subject", RICHEST.values() if IS_FULL else one_in(4, RICHEST.values()))
 def test_each_field_is_honoured_or_refused(subject: str) -> None:
     changes = list(single_changes(subject))

@@ -9,6 +9,7 @@ import torch
 
 from hybridmem.memory import AttentionSpec, HybridMemory, Sequence
 from hybridmem.models import LanguageModel, load_model
+from tests.extent import few_cases
 from tests.inside import stored_keys
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
@@ -20,6 +21,7 @@ def fed(model: LanguageModel, tokens: list[int]) -> tuple[HybridMemory, Sequence
     return memory, sequence
 
 
+@few_cases
 @pytest.mark.parametrize(
     "name",
     ["llama", "llama-3-rope", "qwen3", "bamba", "qwen3-next-no-experts", "zamba2", "lfm2", "jamba", "deepseek-v3"],

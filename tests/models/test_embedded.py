@@ -13,7 +13,7 @@ from hybridmem.chat.simulation.dialogues import Turn, make_dialogue, messages
 from hybridmem.memory import HybridMemory, RecurrentSpec, Step
 from hybridmem.memory.state.access import States
 from hybridmem.models import EMBEDDED, LanguageModel, load_model
-from tests.extent import pick
+from tests.extent import few_cases, pick
 from tests.tolerances import assert_logits_close
 from training.evaluate import ASKED, SITUATIONS, make_held_out_dialogue
 from training.words import Words
@@ -87,6 +87,7 @@ def test_it_answers_what_it_was_told(model: LanguageModel, tokenizer: Tokenizer,
     assert share_right(model, tokenizer, dialogues) >= 0.98
 
 
+@few_cases
 @pytest.mark.parametrize("row", ASKED)
 def test_it_copies_words_that_training_never_showed(model: LanguageModel, tokenizer: Tokenizer, row: str) -> None:
     """The words are names, cities, colours and numbers.

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig
 from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.models import HybridCache, LanguageModel, UnsupportedModelError, attach, from_transformers, load_model
 from hybridmem.models.products import choice
-from tests.extent import one_in
+from tests.extent import few_cases, one_in
 from tests.models.checkpoints import CONFIGS, draw_tokens, randomise_
 from tests.models.hf_models import given, hf_model, logits
 
@@ -34,6 +34,7 @@ def run(model: LanguageModel) -> Tensor:
         return model(step)
 
 
+@few_cases
 @pytest.mark.parametrize("name", one_in(3, ONE_OF_EACH))
 def test_it_is_the_model_that_loading_its_checkpoint_gives(name: str, tmp_path: Path) -> None:
     """The logits are equal bit for bit, although transformers stores some weights in another form than files do."""

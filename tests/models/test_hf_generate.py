@@ -11,7 +11,7 @@ import transformers
 from hybridmem.memory import HybridMemory, StepError
 from hybridmem.memory.eviction import H2O
 from hybridmem.models import ATTACHABLE, HybridCache, attach, from_transformers
-from tests.extent import IS_LONG, one_in
+from tests.extent import IS_LONG, few_cases, one_in
 from tests.models.checkpoints import CACHE_NAME, CONFIGS, IS_RENAMED
 from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, given, hf_model, ids, logits, padded, stacked
 from tests.tolerances import assert_logits_close
@@ -64,6 +64,7 @@ def test_each_class_that_can_be_attached_is_tested() -> None:
     }
 
 
+@few_cases
 @pytest.mark.parametrize("name", HYBRIDS)
 @pytest.mark.parametrize("lengths", [(13,), (13, 13), (5, 13, 1)])
 def test_greedy_generation_is_that_of_transformers_own_cache(name: str, lengths: tuple[int, ...]) -> None:
@@ -79,6 +80,7 @@ def test_greedy_generation_is_that_of_transformers_own_cache(name: str, lengths:
     assert_logits_close(stacked(actual), stacked(expected))
 
 
+@few_cases
 @pytest.mark.parametrize("name", [*ONE_OF_EACH, *WITH_BIASES] if IS_LONG else one_in(2, ONE_OF_EACH))
 def test_each_row_is_generated_as_if_it_were_alone(name: str) -> None:
     """If a projection has a bias, transformers is no oracle for padded rows: its convolutions see the padding."""
@@ -161,6 +163,7 @@ def test_a_prompt_may_be_fed_in_chunks(name: str) -> None:
 # The tests below are about drafts.
 
 
+@few_cases
 @pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5"])
 @pytest.mark.parametrize("with_model", [False, True], ids=["prompt lookup", "assistant"])
 def test_assisted_generation_gives_the_same_text(name: str, with_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,6 +208,7 @@ def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
 # The tests below use the cache together with the rest of the library.
 
 
+@few_cases
 @pytest.mark.parametrize("name", [*HYBRIDS, "bailing-hybrid", "deepseek-v2", "deepseek-v3", "kimi-linear"])
 def test_our_own_model_of_the_same_weights_takes_over(name: str) -> None:
     """A sequence goes from transformers' model to ours and back, over one memory."""

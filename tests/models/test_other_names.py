@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, JambaForCausalLM
 
 from hybridmem.memory import HybridMemory, HybridMemoryError, Sequence
 from hybridmem.models import EMBEDDED, HybridCache, attach, load_model
+from tests.extent import few_cases
 
 IDS = torch.tensor([[1, 5, 6, 7]])
 CACHE = "cache" if "cache" in inspect.signature(JambaForCausalLM.forward).parameters else "past_key_values"
@@ -74,6 +75,7 @@ MISTAKES: dict[str, tuple[Callable[[Scene], object], str]] = {
 }  # fmt: skip
 
 
+@few_cases
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_told_with_the_right_call(scene: Scene, name: str) -> None:
     mistake, remedy = MISTAKES[name]

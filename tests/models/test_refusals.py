@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from hybridmem.memory import FormatError
 from hybridmem.models import UnsupportedModelError, load_model
+from tests.extent import few_cases
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.families.deepseek import deepseek_v3_config
 from tests.models.families.lfm2 import lfm2_config
@@ -109,6 +110,7 @@ BY_OPTION: list[tuple[str, str, Any]] = [
 ]
 
 
+@few_cases
 @pytest.mark.parametrize("name, option, value", BY_OPTION)
 def test_what_is_not_implemented_is_refused(name: str, option: str, value: Any, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, CONFIGS[name]())

@@ -18,7 +18,7 @@ from torch import Tensor
 from hybridmem import models
 from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel, load_model
-from tests.extent import one_in
+from tests.extent import few_cases, one_in
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
 FAMILIES = (
@@ -76,6 +76,7 @@ def attributes(thing: object, path: str = "model") -> dict[str, object]:
     return found
 
 
+@few_cases
 @pytest.mark.parametrize("name", one_in(4, FAMILIES))
 def test_a_step_leaves_nothing_on_the_model(name: str, tmp_path: Path) -> None:
     """Only the first step may leave something, which follows from the weights alone."""
@@ -148,7 +149,7 @@ def test_a_step_may_run_between_any_two_bytecodes_of_another_one(name: str, tmp_
     assert torch.equal(found, expected) and not n_wrong
 
 
-@pytest.mark.parametrize("name", ["llama", "jamba", "rwkv7"])
+@pytest.mark.parametrize("name", one_in(3, ["llama", "jamba", "rwkv7"]))
 def test_two_threads_decode_as_one_does(name: str, tmp_path: Path) -> None:
     model = make_model(name, tmp_path)
     talks = Talk(model, 9, 5, 6), Talk(model, 3, 7)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import JambaForCausalLM
 
+from tests.extent import only_in_long
 from tests.models.families.jamba import jamba_config
 from training.fused import loss_of
 from training.train_embedded import IGNORED
@@ -36,6 +37,7 @@ def both() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return run(model(ids, labels=labels, use_cache=False).loss), run(loss_of(model, ids, labels))
 
 
+@only_in_long
 def test_loss_and_gradients_are_those_of_the_model(both: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
     expected, actual = both
     assert actual.keys() == expected.keys()

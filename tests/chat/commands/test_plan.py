@@ -20,6 +20,7 @@ from hybridmem.memory.quantization import Quantized
 from hybridmem.models import EMBEDDED, load_model
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.load import dry_model, weight_bytes
+from tests.extent import few_cases, only_in_long
 from tests.models.families.qwen3_5 import qwen3_5_config
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
@@ -47,6 +48,7 @@ def held_bytes(spec: MemorySpec, n_tokens: int, window: int, **options: Any) -> 
     return memory.usage().by_kind
 
 
+@few_cases
 @pytest.mark.parametrize(
     ("name", "context", "n_tokens", "window", "device"),
     [
@@ -231,6 +233,7 @@ def test_a_draft_model_takes_its_part_of_the_budget() -> None:
     assert both["weight_bytes"] == large["weight_bytes"] + small["weight_bytes"]
 
 
+@only_in_long
 def test_a_draft_head_takes_its_part_of_the_budget(tmp_path: Path) -> None:
     """Its weights and memory are those of the head that is loaded. Without a head, auto plans without one."""
     from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint  # It skips where transformers is older.

@@ -17,7 +17,7 @@ from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, CapacityError, HybridMemory, Step
 from hybridmem.models import LanguageModel, load_model
-from tests.extent import IS_LONG, one_in
+from tests.extent import IS_LONG, few_cases, one_in
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.toy import VOCAB, Toy
 
@@ -83,6 +83,7 @@ SHAPES = ((4, 1.0, 3), (3, 0.0, 6), (5, 2.0, 2), (2, -1.0, 4), (4, 1.0, 0))
 COMBINATIONS = [(*shape, STOPPING[(i + j) % 3]) for i, shape in enumerate(SHAPES) for j in range(3 if IS_LONG else 1)]
 
 
+@few_cases
 @pytest.mark.parametrize(("n_beams", "length_penalty", "n_stops", "early_stopping"), COMBINATIONS)
 def test_beams_and_scores_are_those_of_transformers(
     pair: Pair, n_beams: int, length_penalty: float, n_stops: int, early_stopping: bool | str

@@ -23,7 +23,7 @@ from hybridmem.memory import HybridMemory, Sequence, SpecError, Step
 from hybridmem.memory.quantization import Quantized, Storage
 from hybridmem.memory.recurrences import FAMILIES
 from hybridmem.models import LanguageModel, load_model
-from tests.extent import IS_LONG, one_in
+from tests.extent import IS_LONG, few_cases, one_in, only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.subjects import POLICIES
 from tests.toy import VOCAB, FamilyToy, Toy
@@ -147,6 +147,7 @@ def test_prompt_lookup_decodes_the_same_text(window: int, n_draft: int, fold: st
     assert batch.acceptance.n_generated == batch.stats.n_generated == sum(map(len, expected))
 
 
+@few_cases
 @pytest.mark.parametrize("p_right", [0.0, 0.5, 0.9, 1.0] if IS_LONG else [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("toy", ["hybrid", "attention", "recurrent"])
 def test_any_draft_decodes_the_same_text(toy: str, p_right: float) -> None:
@@ -161,6 +162,7 @@ def test_any_draft_decodes_the_same_text(toy: str, p_right: float) -> None:
         assert batch.acceptance.rate == p_right or (p_right == 0 and batch.acceptance.rate < 0.2)
 
 
+@few_cases
 @pytest.mark.parametrize(
     ("policy", "storage"),
     [("h2o", None), ("recent", None), ("quest", None), (None, Quantized(4, group=8)), ("tova", Quantized(8, group=4))],
@@ -417,6 +419,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().sum()) / 2
 
 
+@few_cases
 @pytest.mark.parametrize("drafted", [0, 1, 3, 4, None])
 def test_one_draft_keeps_the_distribution(drafted: int | None) -> None:
     """The draft is a fixed token, or is drawn from Q. The first token of the reply has the distribution P."""
@@ -464,6 +467,7 @@ def sampled_texts(
     return list(texts.values()), batch.acceptance.rate
 
 
+@only_in_long
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 def test_sampled_texts_keep_the_distribution(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test compares marginals of three tokens in a row, on which later drafts and rejections have an effect.
@@ -516,6 +520,7 @@ def test_sampling_at_no_temperature_is_greedy() -> None:
 # The tests below count bytes.
 
 
+@only_in_long
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 def test_drafts_hold_no_states(fold: str) -> None:
     """Between steps, a sequence holds the states and the tail that plain decoding holds.

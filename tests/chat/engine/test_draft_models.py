@@ -22,7 +22,7 @@ from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import LanguageModel
 from tests.chat.engine.test_drafting import Repeating
 from tests.chat.engines import draw_sampling, make_memory, run_checked
-from tests.extent import pick
+from tests.extent import few_cases, only_in_long, pick
 from tests.toy import Toy
 
 
@@ -54,6 +54,7 @@ def replies(
     return generations, engine
 
 
+@few_cases
 @pytest.mark.parametrize("seed", range(pick(3, 6)))
 @pytest.mark.parametrize("budget", ["4MiB", "16KiB"])
 def test_replies_are_the_same_with_drafts_of_a_model(seed: int, budget: str) -> None:
@@ -88,6 +89,7 @@ def test_a_model_that_drafts_for_itself_is_always_right_drawn_or_not() -> None:
     assert engine.stats.n_steps < 20, "a step brings nine tokens"
 
 
+@only_in_long
 def test_drawn_tokens_have_the_distribution_of_plain_sampling() -> None:
     """A chi-square test compares the sixth token of replies without a seed.
 

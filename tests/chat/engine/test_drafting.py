@@ -20,6 +20,7 @@ from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, HybridMemory
 from hybridmem.models import LanguageModel
 from tests.chat.engines import draw_sampling, make_memory, run_checked
+from tests.extent import few_cases
 from tests.toy import Toy
 
 ALWAYS = Speculation(looks_up=True, adapts=False, branches=4)
@@ -56,6 +57,7 @@ def replies(
     return generations, engine
 
 
+@few_cases
 @pytest.mark.parametrize("seed", range(6))
 def test_replies_and_sequences_are_the_same_with_drafts(seed: int) -> None:
     """Replies are greedy or drawn, with penalties, in small budgets too.

@@ -26,6 +26,7 @@ from tests.chat.engines import run_checked
 from tests.chat.family_templates import model as family_model
 from tests.chat.servers import running
 from tests.chat.tools.test_tools import read
+from tests.extent import few_cases, only_in_long
 
 CITY = {"type": "string", "pattern": "^[A-Z][a-z]*$"}
 TOOLS = [
@@ -132,6 +133,7 @@ HARMONY = "<|start|>assistant to=functions.weather<|channel|>commentary json<|me
 HEARD = "<|channel|>analysis<|message|>Hm."
 
 
+@few_cases
 @pytest.mark.parametrize(
     ("family", "bad", "good", "content"),
     [
@@ -165,6 +167,7 @@ def test_a_mark_in_ordinary_text_begins_a_call_that_is_checked(embedded: Any) ->
     assert said.generation.n_taken_back == 1
 
 
+@few_cases
 @pytest.mark.parametrize(
     ("family", "text"),
     [
@@ -226,6 +229,7 @@ def test_a_reply_that_is_cut_inside_of_a_call_stays_cut(embedded: Any) -> None:
     assert said.generation.text == (BARE % GOOD)[:30]
 
 
+@only_in_long
 def test_a_model_that_breaks_every_call_still_ends(embedded: Any) -> None:
     """The model never ends its thoughts. After each call that was drawn again, it adds another wrong call."""
     good, bad = CALL % GOOD, CALL % BAD

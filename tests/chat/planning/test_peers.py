@@ -25,6 +25,7 @@ from hybridmem.memory.recurrences import DeltaRuleShape, SSDShape
 from hybridmem.memory.specs import RecurrentSpec
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.load import dry_model
+from tests.extent import few_cases
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 MIB, GIB = 1 << 20, 1 << 30
@@ -213,6 +214,7 @@ def test_sglang_divides_memory_once() -> None:
 # The tests below compare the plans of models.
 
 
+@few_cases
 @pytest.mark.parametrize(
     ("name", "published"),
     [

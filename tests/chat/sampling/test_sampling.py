@@ -22,6 +22,7 @@ from transformers import (
 from hybridmem.chat.sampling.sampler import Sampler, choose_rows, score_rows
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, StepError
+from tests.extent import few_cases
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])
 
@@ -33,6 +34,7 @@ def softmax_of(kept: list[int], temperature: float = 1.0) -> Tensor:
     return expected
 
 
+@few_cases
 @pytest.mark.parametrize(
     ("sampling", "expected"),
     [

@@ -29,6 +29,7 @@ from hybridmem.chat.server.sessions.schema import (
     SessionRequest,
 )
 from hybridmem.chat.server.tokenizing import DetokenizeRequest, TokenizeRequest
+from tests.extent import few_cases
 
 STRANGE: tuple[Any, ...] = (
     None, True, 0, -1, 10**30, 0.5, -1e300, "", "x", "\0", [], [[]], [None], ["x"], {}, {"": None}, {"type": []},
@@ -137,6 +138,7 @@ READERS: list[tuple[Callable[[bytes], object], dict[str, Any]]] = [
 ]
 
 
+@few_cases
 @pytest.mark.parametrize(("read", "body"), READERS)
 def test_a_strange_value_is_read_or_refused(read: Callable[[bytes], object], body: dict[str, Any]) -> None:
     read(json.dumps(body).encode())

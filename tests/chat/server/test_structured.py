@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from tests.chat.servers import Running
+from tests.extent import few_cases
 
 PERSON = {
     "type": "object",
@@ -30,6 +31,7 @@ def is_person(value: object) -> bool:
     return True
 
 
+@few_cases
 @pytest.mark.parametrize(
     "asked",
     [

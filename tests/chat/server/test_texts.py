@@ -23,6 +23,7 @@ from hybridmem.chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest
 from hybridmem.chat.server.texts import LONG_BYTES, Texts, find_longest_token
 from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, PATIENCE_SECONDS, Running, running, wait_until
+from tests.extent import only_in_long
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
 LONG = "x" * LONG_BYTES
@@ -208,6 +209,7 @@ def test_one_unknown_key_is_enough(where: tuple[Any, ...]) -> None:
         read_request(ChatRequest, json.dumps(value).encode())
 
 
+@only_in_long
 def test_a_list_that_no_context_can_hold_is_not_parsed(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from hybridmem.memory import BatchError, CapacityError, FormatError, HybridMemor
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.models import EMBEDDED
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
-from tests.extent import only_in_long
+from tests.extent import few_cases, only_in_long
 
 ROOT = Path(__file__).parents[3]
 WINDOW = 8
@@ -100,6 +100,7 @@ class Witness:
 # The tests below are about what is computed.
 
 
+@few_cases
 @pytest.mark.parametrize("window", [0, WINDOW])
 def test_only_what_differs_is_computed_again(
     talker: Any, tokenizer: Tokenizer, window: int, monkeypatch: pytest.MonkeyPatch
@@ -161,6 +162,7 @@ def test_without_checkpoints_it_says_why_all_is_computed(
     assert turn.n_reused == 0 and turn.computed[NO_CHECKPOINT] > turn.computed[EDITED] > 0
 
 
+@few_cases
 def test_stripped_thoughts_cost_the_reply_they_were_in(
     talker: Any, stripping: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +311,7 @@ def test_sleeping_gives_the_bytes_back_and_changes_nothing(talker: Any, tokenize
     assert ChatSession.resume(session.engine, tmp_path / "asleep").say(LINES[1]).token_ids == turns[0].token_ids
 
 
+@few_cases
 @pytest.mark.parametrize("sleeps", [False, True], ids=["", "asleep"])
 def test_a_saved_session_holds_nothing_that_was_taken_back(
     talker: Any, tokenizer: Tokenizer, tmp_path: Path, sleeps: bool

@@ -16,6 +16,7 @@ from hybridmem.chat.session.history import decode
 from hybridmem.chat.session.template import Filled, Hole, Template, Text, fill
 from hybridmem.memory import BatchError, CapacityError, HybridMemory
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
+from tests.extent import few_cases
 
 NAMES = "Milo Luna Zoe Oscar Ruby Nala Boris Clara Frank Greta Henry Karin Leo Maria Nora Tina".split()
 ARTICLE = (
@@ -45,6 +46,7 @@ def log_probability(model: Any, prompt: list[int], ids: list[int]) -> float:
 # The tests below fill templates.
 
 
+@few_cases
 @pytest.mark.parametrize("has_prefixes", [True, False])
 def test_a_batch_of_sixteen_reads_each_token_once(talker: Any, tokenizer: Tokenizer, has_prefixes: bool) -> None:
     engine = make_engine(talker, tokenizer, has_prefixes=has_prefixes)

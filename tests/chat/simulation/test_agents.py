@@ -13,6 +13,7 @@ from hybridmem.chat.cli import app
 from hybridmem.chat.simulation.agents import AgentHabits, AgentWorkload
 from hybridmem.chat.simulation.traces import read_trace, write_trace
 from hybridmem.memory import SpecError
+from tests.extent import only_in_long
 
 
 def test_traces_have_the_published_medians() -> None:
@@ -35,6 +36,7 @@ def test_traces_are_a_function_of_the_seed_and_survive_a_file(tmp_path: Path) ->
     assert sorted(e.at for family in read for e in family) == sorted(e.at for family in one for e in family)
 
 
+@only_in_long
 def test_agents_find_in_the_prefix_cache_what_they_send_again(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [
         "simulate", "--dry", "--quiet", "--workload", "agents", "--users", "4", "--turns", "12", "--budget", "8GiB",

@@ -25,6 +25,7 @@ from hybridmem.chat.simulation.workload import Event, Habits, Workload, make_wor
 from hybridmem.memory import FormatError, HybridMemory, SpecError
 from hybridmem.models import LanguageModel, load_model
 from tests.counting import Calls
+from tests.extent import only_in_long
 
 LIVELY = Habits(
     n_users=8,
@@ -193,6 +194,7 @@ def test_an_edit_forgets_what_came_behind_it(setup: Setup) -> None:
 # The tests below repeat a simulation.
 
 
+@only_in_long
 def test_everything_but_the_timings_follows_from_the_seed(setup: Setup) -> None:
     first, second, other = (
         untimed(simulate(setup, make_workload(replace(LIVELY, n_users=3), seed))) for seed in (3, 3, 4)
@@ -200,6 +202,7 @@ def test_everything_but_the_timings_follows_from_the_seed(setup: Setup) -> None:
     assert first == second != other
 
 
+@only_in_long
 def test_the_wall_clock_changes_no_counts_of_what_users_did(setup: Setup) -> None:
     workload = make_workload(replace(LIVELY, n_users=3), 5)
     virtual, wall = simulate(setup, workload), simulate(replace(setup, speed=20.0), workload)
@@ -223,6 +226,7 @@ def test_a_dry_run_keeps_the_books_of_the_real_one(dry: Setup, lively: Report) -
         assert untimed(made_up)[part] == untimed(real)[part], part
 
 
+@only_in_long
 def test_a_dry_run_needs_neither_texts_nor_a_tokenizer(dry: Setup) -> None:
     habits = Habits(n_users=50, turns=3, rate=50, message_tokens=30, reply_tokens=60)
     bare = replace(dry, tokenizer=None, stop_ids=(2,), budget="1GiB", max_running=256, step_tokens=1024)
@@ -235,6 +239,7 @@ def test_a_dry_run_needs_neither_texts_nor_a_tokenizer(dry: Setup) -> None:
         simulate(bare, make_workload(LIVELY, 0))
 
 
+@only_in_long
 def test_a_dry_run_costs_the_same_for_every_user(dry: Setup) -> None:
     """The cost does not depend on how many users have come before.
 

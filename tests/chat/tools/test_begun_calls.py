@@ -19,6 +19,7 @@ from hybridmem.chat.tools.reading import make_reader
 from tests.chat.family_templates import ALL, model
 from tests.chat.tools.test_families import FORMAT, NOW, fits
 from tests.chat.tools.test_tools import read
+from tests.extent import few_cases
 
 TOOLS = [FORMAT, NOW]
 
@@ -51,6 +52,7 @@ def draw_call(sampler: Sampler, tokenizer: Any, seed: int) -> list[int]:
     return ids
 
 
+@few_cases
 @pytest.mark.parametrize("family", [family for family in ALL if family != "llama"])
 def test_a_call_that_has_begun_fits_whatever_is_drawn(family: str) -> None:
     tokenizer, habits = model(family)

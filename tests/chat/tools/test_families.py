@@ -20,6 +20,7 @@ from hybridmem.chat.tools.reading import make_reader
 from tests.chat.byte_tokenizers import make_byte_tokenizer
 from tests.chat.family_templates import ALL, FAMILIES, OBJECT, model
 from tests.chat.tools.test_tools import cut, draw_text, read
+from tests.extent import few_cases
 
 SHORT = {"type": "string", "maxLength": 6}
 WEATHER = Tool("get_weather", {
@@ -68,6 +69,7 @@ def test_calls_are_read_as_the_template_writes_them(family: str) -> None:
         assert (content.strip(), thoughts.strip()) == ("", "Hm." if n == 2 else "")
 
 
+@few_cases
 @pytest.mark.parametrize(
     ("family", "are_special"), [*((family, True) for family in ALL), *((family, False) for family in FAMILIES)]
 )

@@ -33,6 +33,7 @@ from hybridmem.memory.kernels import Scoring
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.memory.sequences.batch import TokenLists, pack
 from hybridmem.memory.specs import AttentionSpec
+from tests.extent import few_cases
 from tests.inside import arena_bytes, host_arena, host_bytes, layer_memories
 from tests.memory.sequences.test_drop import Table
 from tests.subjects import Subject, make_subject
@@ -162,6 +163,7 @@ class Pair:
             assert self.held_bytes(moving) == self.staying.counters.held_bytes(staying)
 
 
+@few_cases
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_goes_on_bit_for_bit_wherever_it_is(kind: str, tmp_path: Path) -> None:
     pair = Pair(make_subject(kind, tmp_path), seed=KINDS.index(kind))

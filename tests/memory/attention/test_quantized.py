@@ -13,6 +13,7 @@ from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.memory.eviction import Quest
 from hybridmem.memory.kernels import Kernels, Scoring, cpu, reference
 from hybridmem.memory.quantization import Float8, Quantized, Storage
+from tests.extent import few_cases
 from tests.memory.attention.test_selection import EVERY_QUERY, N_TOKENS, PAGE, Table, feed, page_bound
 from tests.memory.eviction.test_policies import assert_each_as_alone, assert_no_trace
 from tests.memory.kernels.test_kernels import Pages
@@ -69,6 +70,7 @@ def brute_force(model: Table, policy: Quest, storage: Storage, tokens: Seq[int],
     return torch.stack(outputs), n_left_out
 
 
+@few_cases
 @pytest.mark.parametrize("n_heads, n_kv_heads, sinks", [(2, 2, True), (6, 2, False), (7, 1, True)])
 @pytest.mark.parametrize(
     "policy",

@@ -14,6 +14,7 @@ from torch import Tensor
 from hybridmem.memory import UNROTATED, AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
 from hybridmem.memory.eviction import H2O, Quest
 from hybridmem.memory.kernels.reference import page_scores
+from tests.extent import few_cases
 from tests.memory.eviction.test_policies import assert_each_as_alone
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy
@@ -94,6 +95,7 @@ def page_bound(group: Tensor, keys: Tensor) -> float:
     return max(float(torch.maximum(q_D * keys.amin(0), q_D * keys.amax(0)).sum()) for q_D in group)
 
 
+@few_cases
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("n_heads, n_kv_heads", [(2, 2), (6, 2), (7, 1)])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -164,6 +166,7 @@ def test_a_budget_for_everything_is_dense_attention_to_the_bit(window: int) -> N
     assert torch.equal(*outputs)
 
 
+@few_cases
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_was_dropped_shared_or_aborted_leaves_no_trace(seed: int) -> None:
     """Random steps, rollbacks, forks and reorderings give the outputs of brute force.

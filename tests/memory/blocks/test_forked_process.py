@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import only_in_long
+
 ROOT = Path(__file__).parents[3]
 
 FORKING = """
@@ -66,6 +68,7 @@ FORKING = """
 """
 
 
+@only_in_long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads survive a fork, or there is none")
 def test_a_forked_child_computes_or_refuses() -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", textwrap.dedent(FORKING)]

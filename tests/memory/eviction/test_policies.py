@@ -28,6 +28,7 @@ from hybridmem.memory.eviction import (
 )
 from hybridmem.memory.kernels import Scoring
 from hybridmem.memory.kernels.blocked import causal_mask
+from tests.extent import few_cases
 from tests.inside import kept_positions
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy
@@ -170,6 +171,7 @@ class BruteForce:
         return averages * self.v.norm(dim=-1).T
 
 
+@few_cases
 @pytest.mark.parametrize("n_heads, n_kv_heads", [(2, 2), (6, 2), (7, 1)])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_a_policy_keeps_what_brute_force_keeps(policy: EvictionPolicy, n_heads: int, n_kv_heads: int) -> None:
@@ -187,6 +189,7 @@ def test_a_policy_keeps_what_brute_force_keeps(policy: EvictionPolicy, n_heads: 
     assert n_evicted > BUDGET
 
 
+@few_cases
 @pytest.mark.parametrize(
     "policy",
     [Recent(512), KNorm(512), H2O(512), TOVA(512, every=4), SnapKV(512), Scissorhands(512), ExpectedAttention(512)],
@@ -229,6 +232,7 @@ def assert_no_trace(model: Table, **options: object) -> None:
     assert torch.equal(*results)
 
 
+@few_cases
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_what_was_dropped_leaves_no_trace(policy: EvictionPolicy) -> None:
     assert_no_trace(Table(policy, 6, 2))

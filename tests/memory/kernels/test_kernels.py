@@ -38,7 +38,7 @@ from hybridmem.memory.kernels.cpu import attention
 from hybridmem.memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from hybridmem.memory.recurrences import Fold
 from hybridmem.memory.state.access import Segments
-from tests.extent import one_in
+from tests.extent import few_cases, one_in
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 
@@ -183,6 +183,7 @@ class Pages:
         return torch.cat(outputs)
 
 
+@few_cases
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
 @pytest.mark.parametrize("head_dim, n_kv_heads", [(8, 2), (20, 1), (64, 3)])
 @pytest.mark.parametrize("n_groups", [1, 3, 7])
@@ -274,6 +275,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@few_cases
 @pytest.mark.parametrize("window", [None, 700], ids=["", "window"])
 @pytest.mark.parametrize("softcap", [None, 0.7], ids=["", "capped"])
 @pytest.mark.parametrize(
@@ -295,6 +297,7 @@ def test_attention_needs_no_more_bytes_the_more_rows_there_are(
         assert largest.n_bytes <= 8 << 20
 
 
+@few_cases
 @pytest.mark.parametrize("window", [None, 5, 100, 1_500], ids=str)
 @pytest.mark.parametrize("kernels", [cpu, reference])
 def test_attention_in_blocks_is_attention(

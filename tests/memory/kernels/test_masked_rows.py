@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybridmem.memory.kernels import Kernels, PagedBatch, Scoring, cpu, reference
 from hybridmem.memory.quantization import Float8, Quantized, Storage
+from tests.extent import few_cases
 from tests.memory.kernels.test_kernels import Pages, cumulate
 from tests.memory.test_quantization import folded_rows
 from tests.tolerances import assert_kernel_close
@@ -61,6 +62,7 @@ def hide_keys_(pages: Pages) -> None:
             keys[~keys.isnan()] = -INF
 
 
+@few_cases
 @pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("softcap", [None, 0.7])
 @pytest.mark.parametrize("bias", BIASES)
@@ -98,6 +100,7 @@ def test_keys_that_score_minus_infinity(softcap: float | None, sinks: str) -> No
     assert_same(pages.attend(cpu), expected)
 
 
+@few_cases
 @pytest.mark.parametrize("sinks", SINKS)
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("storage", [Quantized(8, group=8), Quantized(4, group=8), Float8(group=8)], ids=str)

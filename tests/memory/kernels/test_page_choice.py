@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.kernels import Kernels, PageChoice, PagedBatch, Scoring, cpu, reference
+from tests.extent import few_cases
 from tests.memory.kernels.test_kernels import cumulate, poisoned, shuffled_offsets
 from tests.tolerances import assert_kernel_close
 
@@ -71,6 +72,7 @@ class Bounds:
         )
 
 
+@few_cases
 @BOTH
 @pytest.mark.parametrize("n_kv_heads, head_dim", [(1, 8), (2, 20), (3, 64)])
 @pytest.mark.parametrize("n_shared", [1, 3, 7])

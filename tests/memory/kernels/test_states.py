@@ -24,7 +24,7 @@ from hybridmem.memory.recurrences import (
     rwkv4_spec,
     short_conv_spec,
 )
-from tests.extent import one_in
+from tests.extent import few_cases, one_in
 from tests.memory.kernels.test_kernels import CHANNELS, LENGTHS, Slots
 from tests.tolerances import assert_kernel_close
 from tests.toy import FamilyToy
@@ -56,6 +56,7 @@ SHAPES = [(1, 1, 1, 1), (3, 1, 5, 48), (6, 3, 20, 7), (2, 2, 64, 64), (4, 2, 130
 MODES = [{}, {"by_column": True}, {"erases": True}, {"erases": True, "after_decay": True, "by_column": True}]
 
 
+@few_cases
 @pytest.mark.parametrize("mode", MODES, ids=lambda m: " ".join(m) or "plain")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_matrix_scan_agrees_with_its_twin(shape: tuple[int, int, int, int], mode: dict[str, bool]) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import starts_of
 from hybridmem.memory.kernels import Kernels, PagedBatch, Scoring, TreePaths, cpu, reference
-from tests.extent import only_in_long
+from tests.extent import few_cases, only_in_long
 from tests.tolerances import assert_kernel_close
 
 PARENTS = ([-1, 0, 0, 2, -1, 4, 3, 6], [-1, -1], [-1, *range(69), 3, 40])
@@ -77,6 +77,7 @@ SCORINGS = {
 }
 
 
+@few_cases
 @pytest.mark.parametrize("scoring", SCORINGS)
 @pytest.mark.parametrize(("n_kv_heads", "head_dim"), [(2, 8), (1, 20)])
 @pytest.mark.parametrize("kernels", [cpu, reference], ids=["cpu", "reference"])

@@ -16,6 +16,7 @@ from hybridmem.memory.pictures.canvas import need_matplotlib
 from hybridmem.memory.pictures.forks import grow, share_out
 from hybridmem.memory.pictures.layers import layer_rows
 from hybridmem.memory.views.text_tables import format_bytes
+from tests.extent import few_cases, only_in_long
 from tests.memory.views.test_usage import DENSE, HOSTILE, HYBRID, SPECS, Hostile, family, make, open_in
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -55,6 +56,7 @@ def boxes(ax: Axes, label: str) -> Iterator[float]:
                 yield float(np.ptp(path.vertices[:, 0]))
 
 
+@few_cases
 @pytest.mark.parametrize("name", SPECS)
 def test_the_map_of_the_arena_shows_every_byte(name: str) -> None:
     memory = make(SPECS[name])
@@ -268,6 +270,7 @@ def test_a_fork_of_a_closed_sequence_is_found_by_what_it_shares() -> None:
     assert total(root) == memory.usage().used_bytes
 
 
+@only_in_long
 def test_a_tree_shows_forty_and_says_how_many_more() -> None:
     memory = HybridMemory(HYBRID, "1GiB", rollback_window=8)
     a = memory.open()

@@ -23,7 +23,7 @@ from hybridmem.memory import (
     SpecError,
 )
 from hybridmem.memory.prefix.cache import PrefixCache
-from tests.extent import pick
+from tests.extent import few_cases, pick
 from tests.subjects import Subject, make_subject
 from tests.toy import VOCAB, Toy
 
@@ -53,6 +53,7 @@ def common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+@few_cases
 @pytest.mark.parametrize("seed", range(pick(1, 3)))
 def test_random_prompts_are_continued_as_fresh_ones(subject: Subject, seed: int) -> None:
     """Prompts part from earlier ones anywhere.
@@ -163,6 +164,7 @@ def test_cuts_are_where_prompts_part_where_marks_are_and_on_the_grid(tmp_path: P
             cache.cuts(other, 0, marks=(mark,))  # type: ignore[arg-type]
 
 
+@few_cases
 def test_checkpoints_make_room_and_never_cause_a_refusal(subject: Subject) -> None:
     """A memory full of cached prefixes takes all that an empty one takes. What is worth least is closed first."""
     need = subject.memory(WINDOW)

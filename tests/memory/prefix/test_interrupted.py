@@ -13,6 +13,7 @@ import torch
 
 from hybridmem.memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor
 from hybridmem.memory.prefix import PrefixCache
+from tests.extent import few_cases
 from tests.inside import assert_books_follow
 from tests.interrupts import Outcome, by_handlers, try_places
 from tests.toy import Toy
@@ -100,6 +101,7 @@ def clear(scene: Scene) -> Any:
     scene.cache.clear()
 
 
+@few_cases
 @pytest.mark.parametrize(("call", "number"), by_handlers([open_one, insert, bring_back, reclaim, pin, forget, clear]))
 def test_an_exception_anywhere_leaves_a_whole_cache(call: Callable[[Scene], Any], number: int) -> None:
     def attempt() -> tuple[Callable[[], Any], Callable[[Outcome], None]]:

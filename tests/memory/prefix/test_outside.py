@@ -12,7 +12,7 @@ import torch
 
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.storage import tiers
-from tests.extent import pick
+from tests.extent import few_cases, pick
 from tests.subjects import Subject, make_subject
 from tests.tolerances import assert_kernel_close
 
@@ -50,6 +50,7 @@ def prompts_of(rng: random.Random, n: int) -> list[list[int]]:
     return made
 
 
+@few_cases
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_what_gave_way_is_found_again_and_continues_bit_for_bit(subject: Subject, tmp_path: Path, tier: str) -> None:
     """A memory with room for everything must give the same lookups."""

@@ -18,6 +18,7 @@ import torch
 from hybridmem.memory import FormatError, SpecError
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.storage import folder_writing, folders, tiers
+from tests.extent import few_cases
 from tests.memory.prefix.test_outside import WINDOW, prompts_of, run
 from tests.subjects import Subject, make_subject
 from tests.tolerances import assert_kernel_close
@@ -34,6 +35,7 @@ def files(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+@few_cases
 def test_a_loaded_cache_is_the_saved_one(subject: Subject, tmp_path: Path) -> None:
     """Some checkpoints are outside, and there are several owners.
 
@@ -91,6 +93,7 @@ def saved(subject: Subject, folder: Path, owner: object = None) -> list[list[int
     return prompts
 
 
+@few_cases
 @pytest.mark.parametrize("name", ["toy", "toy-window", "jamba", "mamba replay"])
 def test_a_cache_may_change_while_it_is_saved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the lock is free, checkpoints are closed and moved, and others take their blocks.

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.extent import few_cases
 from tests.memory.recorded.test_model import Twins
 from tests.subjects import make_subject
 
 
+@few_cases
 @pytest.mark.parametrize("name", ["toy", "toy replay", "family:mamba1 defer", "model:mamba2", "model:lfm2"])
 def test_drafts_are_replayed(name: str, tmp_path: Path) -> None:
     """The bits are those of the model, and most steps with drafts do not run it."""

@@ -27,7 +27,7 @@ from hybridmem.memory.kernels.cpu.activation_planner import ActivationPlanner
 from hybridmem.memory.kernels.cpu.recording import Recording
 from hybridmem.memory.recorded import RecordedModel, run_recorded
 from hybridmem.models.layers.decoder import HIDDEN_STATES
-from tests.extent import one_in, pick
+from tests.extent import few_cases, one_in, pick
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 from tests.toy import VOCAB, Toy
 
@@ -88,6 +88,7 @@ FEW = (
 """The subjects that the long form tests: each makes calls that the others do not."""
 
 
+@few_cases
 @pytest.mark.parametrize("name", SUBJECTS if IS_FULL else one_in(2, FEW))
 def test_replays_are_the_steps_they_stand_for(name: str, tmp_path: Path) -> None:
     """Steps have one token or several, with changing other sequences.
@@ -226,6 +227,7 @@ class Masks(Attends):
         return rows[rows > 0].mean()
 
 
+@few_cases
 @pytest.mark.parametrize(
     "kind",
     [

@@ -16,6 +16,7 @@ import torch
 from hybridmem.memory import CapacityError, HybridMemory, Sequence
 from hybridmem.memory.recorded import run_recorded
 from hybridmem.memory.sequences import compactor
+from tests.extent import few_cases
 from tests.inside import shake
 from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.memory.test_capacity import SPECS
@@ -143,6 +144,7 @@ NAMES = (
 )  # fmt: skip
 
 
+@few_cases
 @pytest.mark.parametrize("name", NAMES)
 def test_outputs_are_those_of_a_memory_in_which_nothing_moves(name: str, tmp_path: Path) -> None:
     """They are equal bit for bit, in recorded steps too.

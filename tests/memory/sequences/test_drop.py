@@ -36,6 +36,7 @@ from hybridmem.memory import (
 from hybridmem.memory.eviction import Recent
 from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.recurrences import Fold
+from tests.extent import few_cases
 from tests.inside import books, peak_of, state_offset, stored_keys
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
@@ -148,6 +149,7 @@ RANGES = [
 ]
 
 
+@few_cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "rotations",
@@ -303,6 +305,7 @@ class Walk:
         return True
 
 
+@few_cases
 @pytest.mark.parametrize(
     ("windows", "fold"),
     [((None,), None), ((5, None), None), ((9,), None), ((None,), "keep"), ((5, None), "replay"), ((9,), "keep")],

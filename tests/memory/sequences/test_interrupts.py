@@ -32,6 +32,7 @@ from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.rotary import UNROTATED
 from hybridmem.memory.sequences import interrupts
 from hybridmem.memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
+from tests.extent import few_cases
 from tests.interrupts import HANDLERS, Outcome, by_handlers, try_places
 from tests.toy import VOCAB, Toy
 
@@ -162,11 +163,13 @@ def try_operation(name: str, number: int, spec: MemorySpec = DRY, n_places: int 
     return try_places(attempt, n_places, edges=files, number=number)
 
 
+@few_cases
 @pytest.mark.parametrize(("name", "number"), by_handlers(OPERATIONS))
 def test_an_exception_anywhere_leaves_all_or_nothing(name: str, number: int) -> None:
     try_operation(name, number)
 
 
+@few_cases
 @pytest.mark.parametrize("name", ["step", "run in chunks"])
 @pytest.mark.parametrize("kind", ["h2o", "4 bit"])
 def test_so_it_does_in_other_kinds_of_attention(kind: str, name: str) -> None:

@@ -29,6 +29,7 @@ from hybridmem.memory.quantization import Float8, Quantized
 from hybridmem.memory.recurrences import FAMILIES
 from hybridmem.memory.rotary import Rotation
 from hybridmem.memory.specs import LayerSpec, RecurrentSpec
+from tests.extent import few_cases
 from tests.subjects import IS_FULL
 
 ROOM = 1 << 50
@@ -266,6 +267,7 @@ def too_small(rng: random.Random) -> tuple[int, list[tuple[str, str]]]:
     return n_refused, found
 
 
+@few_cases
 @pytest.mark.parametrize("part", range(8))
 def test_a_named_budget_is_enough(part: int) -> None:
     """This holds in fresh and busy memories, for any kind of layer and any option."""

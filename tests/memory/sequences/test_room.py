@@ -16,6 +16,7 @@ from hybridmem.memory.chunked_prefill import split_requests
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.memory.sequences.chunks import GRID_TOKENS
 from tests.counting import refused_by_number
+from tests.extent import few_cases
 from tests.memory.test_capacity import HYBRID, ROOM, SPECS, WINDOWS
 from tests.toy import Toy
 
@@ -49,6 +50,7 @@ def test_what_a_prompt_needs_is_what_its_steps_use_at_most(name: str) -> None:
         assert memory.needed_bytes(n_tokens, max_tokens=size) == used
 
 
+@few_cases
 @pytest.mark.parametrize("name", SPECS)
 def test_what_is_refused_does_not_fit_and_what_the_refusal_names_does(name: str) -> None:
     """Whatever an empty memory lacks room for is refused before a step.

@@ -13,7 +13,7 @@ from torch import Tensor
 from hybridmem.memory import HybridMemory, MemorySpec, SpecError
 from hybridmem.memory.kernels.eight_bits import EIGHT_BITS, encode, read_states
 from hybridmem.memory.recurrences.registry import FAMILIES
-from tests.extent import one_in
+from tests.extent import few_cases, one_in
 
 N_TOKENS = 90
 WINDOW = 16
@@ -46,6 +46,7 @@ def memory_of(layer: Layer, state_dtype: str | None, **options: Any) -> HybridMe
 TAKE_8_BITS = ("gated_delta", "kimi_delta", "linear_attention", "mamba1", "rwkv7", "ssd")
 
 
+@few_cases
 @pytest.mark.parametrize("kernels", ["", "reference"])
 @pytest.mark.parametrize("state_dtype", one_in(2, EIGHT_BITS))
 @pytest.mark.parametrize("family", one_in(2, TAKE_8_BITS))

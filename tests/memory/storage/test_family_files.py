@@ -18,7 +18,7 @@ from hybridmem.memory import CapacityError, Family, FormatError, HybridMemory, S
 from hybridmem.memory.interface import Dropped
 from hybridmem.memory.storage.checksums import checksum_of
 from hybridmem.memory.storage.family_files import read_family
-from tests.extent import pick
+from tests.extent import few_cases, pick
 from tests.inside import held_bytes, ledger_of
 from tests.memory.storage.test_files import feed, make, opened, state_of
 from tests.subjects import Subject, make_subject
@@ -120,6 +120,7 @@ class History:
         return [checkpoint for checkpoint in self.checkpoints if not checkpoint.is_swapped]
 
 
+@few_cases
 @pytest.mark.parametrize("seed", range(pick(2, 6)))
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_a_family_goes_on_as_if_it_had_never_been_saved(name: str, seed: int, tmp_path: Path) -> None:
@@ -300,6 +301,7 @@ def assert_refused(path: Path) -> None:
     assert state_of(memory) == before
 
 
+@few_cases
 @pytest.mark.parametrize(
     "change",
     [

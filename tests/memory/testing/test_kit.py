@@ -21,7 +21,7 @@ from hybridmem.memory.testing.subjects import attention, hybrid
 from hybridmem.memory.testing.tally import Tally
 from hybridmem.memory.testing.toys import Toy
 from hybridmem.memory.testing.trial import Oracle, Trial
-from tests.extent import only_in_long
+from tests.extent import few_cases, only_in_long
 
 ROOT = Path(__file__).parent.parent.parent.parent
 
@@ -207,6 +207,7 @@ FAULTS: dict[Callable[[], HybridAdapter], str] = {
 }
 
 
+@few_cases
 @pytest.mark.parametrize("faulty", FAULTS, ids=lambda faulty: faulty.__name__)
 def test_a_planted_fault_is_found(faulty: Callable[[], HybridAdapter]) -> None:
     (result,) = check(faulty, [FAULTS[faulty]], n_examples=4)

@@ -18,6 +18,7 @@ from hybridmem.memory.testing import PROMISES, HybridAdapter, InjectedError, Ref
 from hybridmem.memory.testing.__main__ import main, table
 from hybridmem.memory.testing.adapter import Logits
 from hybridmem.memory.testing.toys import Toy
+from tests.extent import few_cases
 
 _MODEL, _HYBRID = Toy(recurrent=False), Toy()
 
@@ -142,6 +143,7 @@ REFUSING: dict[Callable[[], HybridAdapter], str] = {
 }
 
 
+@few_cases
 @pytest.mark.parametrize("subject", REFUSING, ids=lambda subject: subject.__name__)
 def test_what_a_memory_refuses_it_has_not_passed(subject: Callable[[], HybridAdapter]) -> None:
     (result,) = check(subject, [REFUSING[subject]], n_examples=4)

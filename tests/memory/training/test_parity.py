@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.extent import one_in
+from tests.extent import few_cases, one_in
 from tests.memory.training import peers
 from tests.memory.training.texts import LONG, MIDDLE, SHORT, Texts, expect_gradients, go_back
 from tests.models.checkpoints import CONFIGS
@@ -23,6 +23,7 @@ TOLERANCE = 1e-10
 """Of the largest number of each tensor's gradient, in float64. Rounding alone is some 1e-14."""
 
 
+@few_cases
 @pytest.mark.parametrize("name", CONFIGS if IS_FULL else one_in(3, FAMILIES))
 @pytest.mark.parametrize("texts", (SHORT, MIDDLE, LONG) if IS_FULL else (SHORT,), ids=lambda texts: texts.chunks)
 def test_a_text_that_was_rolled_back_and_forked(name: str, texts: Texts) -> None:

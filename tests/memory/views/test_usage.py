@@ -27,6 +27,7 @@ from hybridmem.memory.eviction import H2O, Quest, Recent
 from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.views.palette import COLOURS
 from hybridmem.memory.views.text_tables import Table, format_bytes
+from tests.extent import few_cases, only_in_long
 from tests.inside import layer_memories
 from tests.toy import Toy
 
@@ -124,6 +125,7 @@ def assert_adds_up(memory: HybridMemory, sequences: list[Sequence]) -> None:
     assert memory.usage() == usage and books(memory) == before
 
 
+@few_cases
 @pytest.mark.parametrize("name", [name for name in SPECS if name != "nothing"])
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 def test_bytes_add_up_whatever_happens(name: str, fold: str) -> None:
@@ -341,6 +343,7 @@ def test_names_are_escaped_wherever_they_come_from(tmp_path: Path) -> None:
         assert HOSTILE in page.text or not page.rows or view is memory.usage()
 
 
+@only_in_long
 def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """Arrays count them: each kind is asked once, and never about one sequence.
 

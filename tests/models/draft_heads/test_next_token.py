@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig
 from hybridmem.memory import HybridMemory
 from hybridmem.models import load_model
 from hybridmem.models.draft_heads import HiddenRows
+from tests.extent import few_cases
 from tests.models.checkpoints import draw_tokens
 from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint, write_nemotron_checkpoint
 from tests.models.families.deepseek import CONFIGS as FAMILIES
@@ -35,6 +36,7 @@ HOLDERS: dict[str, Callable[[], PreTrainedConfig]] = {
 }
 
 
+@few_cases
 @pytest.mark.parametrize("name", HOLDERS)
 def test_modules_of_multi_token_prediction_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     """The module reads all pairs of a text in uneven steps, with another sequence beside it.
@@ -85,6 +87,7 @@ def test_a_head_that_is_not_wanted_stays_in_the_files_without_a_warning(
     assert model.memory_spec.weights == other.memory_spec.weights, "sequences that were saved fit both"
 
 
+@few_cases
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5", "qwen3.5-moe", "qwen3-next"])
 def test_a_file_of_llama_cpp_holds_the_head_of_its_checkpoint(name: str, tmp_path: Path) -> None:
     """The head has the names `nextn`, in a layer after the last one.

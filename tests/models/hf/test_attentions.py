@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridmem.memory import AttentionSpec, BatchError, HybridMemory, StepError
 from hybridmem.models import HybridCache, UnsupportedModelError, attach, from_transformers
 from hybridmem.models.hf.attentions import memory_layer
+from tests.extent import few_cases
 from tests.models.checkpoints import CACHE_NAME, CONFIGS
 from tests.models.hf_models import attached, generate, given, hf_model, ids, logits, padded
 from tests.tolerances import assert_logits_close
@@ -29,6 +30,7 @@ WHOLE = tuple(
 NEXT = ids(5, seed=4)
 
 
+@few_cases
 @pytest.mark.parametrize("name", WHOLE)
 def test_chunks_crops_and_copies_of_rows_are_exact(name: str) -> None:
     """Wrong drafts are taken back.
@@ -59,6 +61,7 @@ def test_these_prompts_are_longer_than_what_an_index_chooses(name: str) -> None:
     assert chosen and max(chosen) < 21
 
 
+@few_cases
 @pytest.mark.parametrize("name", WHOLE)
 def test_attach_leaves_nothing_behind_and_its_memory_serves_our_model_too(name: str) -> None:
     model = hf_model(name)
@@ -81,6 +84,7 @@ def test_what_the_memory_would_not_know_of_is_refused(name: str, argument: str) 
         logits(model, NEXT, **given(cache), **{argument: torch.zeros(1)})
 
 
+@few_cases
 @pytest.mark.parametrize("name", [name for name in WHOLE if name != "rwkv"])
 def test_an_option_of_attention_that_would_be_ignored_is_refused(name: str) -> None:
     """RWKV-4's modules take none of these options: transformers' own model does not pass them on."""

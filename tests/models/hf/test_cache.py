@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from hybridmem.memory import BatchError, CapacityError, HybridMemory, RollbackError, SequenceError, SpecError, StepError
 from hybridmem.models import ATTACHABLE, HybridCache, UnsupportedModelError, attach
 from hybridmem.models.hf.mixers import MIXERS
-from tests.extent import one_in
+from tests.extent import few_cases, one_in
 from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.models.checkpoints import CACHE_NAME, IS_RENAMED, MAMBA_CACHE_NAME
 from tests.models.hf_models import HYBRIDS, attached, generate, given, hf_model, ids, logits, padded
@@ -363,6 +363,7 @@ def cache_in_bfloat16(cache: HybridCache) -> HybridCache:
     return HybridCache(memory, [memory.open()])
 
 
+@few_cases
 @pytest.mark.parametrize("what", REFUSED)
 @torch.no_grad()
 def test_it_is_refused_by_name(what: str) -> None:

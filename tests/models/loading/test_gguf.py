@@ -25,7 +25,7 @@ from hybridmem.models.loading.dry import find_files
 from hybridmem.models.loading.folders import find_folder
 from hybridmem.models.loading.gguf import GgufFile, configs, read_gguf_config
 from hybridmem.models.loading.load import dry_model, weight_bytes
-from tests.extent import one_in, pick
+from tests.extent import few_cases, one_in, only_in_long, pick
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 
@@ -58,6 +58,7 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+@few_cases
 @pytest.mark.parametrize("name", one_in(3, FAMILIES))
 def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Path) -> None:
     config = CONFIGS[name.removesuffix("-tied") if "gemma" in name else name]()
@@ -94,6 +95,7 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
 FUSED = ("qwen3.5-moe", "deepseek-v2", "granite-moe-hybrid-rope-two-of-four-experts")
 
 
+@only_in_long
 @pytest.mark.parametrize("name", FUSED[: pick(1, 3)])
 def test_experts_whose_first_products_are_one_tensor(name: str, tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
@@ -214,6 +216,7 @@ def test_what_does_not_fit_is_named(
         load_model(path)
 
 
+@only_in_long
 @pytest.mark.parametrize("changed", [
     {"expert_gating_func": 1}, {"swiglu_clamp_exp": [0.0, 7.0]}, {"expert_shared_feed_forward_length": 5},
 ])  # fmt: skip
@@ -223,6 +226,7 @@ def test_options_of_ling_that_are_not_implemented_are_named(changed: dict[str, A
         load_model(path)
 
 
+@few_cases
 @pytest.mark.parametrize("name, changed, match", [
     ("glm5-next", {"expert_gating_func": 1}, "something else than sigmoids"),
     ("glm5-next", {"expert_shared_feed_forward_length": 5}, "expert_shared_feed_forward_length=5"),

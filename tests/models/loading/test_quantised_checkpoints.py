@@ -27,7 +27,7 @@ from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.quantised_checkpoints import find_coding
 from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint
 from hybridmem.models.weights.coded import as_floats
-from tests.extent import IS_LONG
+from tests.extent import IS_LONG, few_cases
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -173,6 +173,7 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
+@few_cases
 @pytest.mark.parametrize("case", COMPRESSED)
 def test_compressed_tensors(case: str, tmp_path: Path) -> None:
     format, weights = COMPRESSED[case]
@@ -377,6 +378,7 @@ PLAIN = compressed("int-quantized", **COMPRESSED["int8 by channel"][1])
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True}, gptq(4, 1, 8, act_order=True)
 
 
+@few_cases
 @pytest.mark.parametrize(
     "coded, change, said",
     [

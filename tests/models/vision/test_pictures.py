@@ -18,7 +18,7 @@ from hybridmem.memory.kernels.double_precision import precision_for
 from hybridmem.models import from_transformers, load_model, plan_memory, weight_bytes
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.vision.pictures import Picture
-from tests.extent import one_in
+from tests.extent import few_cases, one_in, only_in_long
 from tests.models.seeing import (
     LINE_BREAK,
     PROCESSORS,
@@ -85,6 +85,7 @@ def load(folder: Path) -> Decoder:
     return model
 
 
+@few_cases
 def test_logits_are_those_of_transformers(seeing: Seeing) -> None:
     wide, tall = seeing.read(WIDE), seeing.read(TALL)
     parts = [7, 8, wide, 9, 10, 11, tall, 12, wide, 13, 14]
@@ -98,6 +99,7 @@ def test_logits_are_those_of_transformers(seeing: Seeing) -> None:
             assert (logits - exact).abs().max() < (expected - exact).abs().max()
 
 
+@only_in_long
 def test_pictures_of_minicpm_v_stand_at_the_start_and_side_by_side(tmp_path: Path) -> None:
     """Without numbers between them, a picture may be the first of a sequence, and the next may follow at once."""
     peer = write_minicpm_v(tmp_path)
@@ -134,6 +136,7 @@ def test_a_step_mixes_pictures_text_and_single_tokens_of_several_sequences(seein
         assert (logits[row] - seeing.expected(parts, images)[-1]).abs().max() < PARITY
 
 
+@few_cases
 def test_what_follows_a_picture_keeps_its_positions_on_every_way_back(seeing: Seeing, tmp_path: Path) -> None:
     """Positions after a picture are less than the number of tokens before. So only the tokens can tell them."""
     wide = seeing.read(WIDE)
@@ -191,6 +194,7 @@ def test_an_aborted_step_and_a_refused_part_leave_positions_as_they_were(seeing:
     assert_split_close(logits, seeing.expected([7, wide, 8, 10], [WIDE])[-1:])
 
 
+@few_cases
 def test_loaded_sequences_can_compute_a_picture_again_elsewhere(seeing: Seeing, tmp_path: Path) -> None:
     wide = seeing.read(WIDE)
     memory = seeing.memory()

@@ -7,6 +7,7 @@ import torch
 
 from hybridmem.models.weights.coded import CodedTensor
 from hybridmem.models.weights.gguf_forms import FORMS
+from tests.extent import few_cases
 from tests.models.weights.test_gguf_forms import PLAIN, drawn, drawn_plain
 
 
@@ -14,6 +15,7 @@ def coded(name: str) -> CodedTensor:
     return drawn(name, 8, 3) if name in FORMS else drawn_plain(name, 8, 96, torch.bfloat16)
 
 
+@few_cases
 @pytest.mark.parametrize("name", [*FORMS, *PLAIN])
 def test_numbers_at_places_are_those_of_the_floats(name: str) -> None:
     own = coded(name)

@@ -37,7 +37,7 @@ from hybridmem.models.weights.coded import CodedTensor, plain_form
 from hybridmem.models.weights.formats import weights_in
 from hybridmem.models.weights.gguf_forms import FORMS
 from hybridmem.models.weights.layouts import Layout
-from tests.extent import IS_LONG, one_in, only_in_long
+from tests.extent import IS_LONG, few_cases, one_in, only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.families.granite_moe_hybrid import granite_config
 from tests.models.families.jamba import jamba_config
@@ -111,13 +111,13 @@ def test_blocks_stand_for_the_numbers_of_the_gguf_package(name: str) -> None:
         assert np.array_equal(found.numpy(), dequantize(raw, kind), equal_nan=True)
 
 
-FEW = ["Q5_K", "Q8_0", "IQ4_XS", "e4m3"]
-"""Compiling takes more than ten seconds for each. These have minima or none, codes in one part and in two, and codes
-that are integers, places in a table, and small floats; `test_quantised_checkpoints.py` multiplies by codes with zeros.
+FEW = ["Q5_K", "IQ4_XS"]
+"""Compiling takes more than ten seconds for each. These have minima or none, codes in two parts and in one, and codes
+that are integers and places in a table; `test_quantised_checkpoints.py` multiplies by codes with zeros.
 """
 
 
-OTHERS = ["Q2_K", "Q3_K", "Q4_1", "Q6_K", "4 bits with zero points"]
+OTHERS = ["Q8_0", "e4m3", "Q2_K", "Q3_K", "Q4_1", "Q6_K", "4 bits with zero points"]
 
 
 @pytest.mark.parametrize("name", [*FORMS, *PLAIN] if IS_LONG else FEW)
@@ -144,7 +144,7 @@ def test_rows_that_do_not_exist_are_refused() -> None:
 MANY = [*FORMS, *PLAIN] if IS_FULL else [*FEW, *(OTHERS if IS_LONG else [])]
 
 
-EVERY_KERNEL = ("e4m3", "Q6_K") if IS_LONG else ("e4m3",)
+EVERY_KERNEL = ("e4m3", "Q6_K")
 """Forms that every kernel multiplies here, because `test_quantised.py` has no other whose codes are small floats."""
 
 
@@ -261,6 +261,7 @@ WIDE: dict[str, Callable[[], PreTrainedConfig]] = {
 """Families whose rows are changed for GGUF, with rows of whole blocks."""
 
 
+@few_cases
 @pytest.mark.parametrize("name", one_in(2, WIDE))
 def test_models_keep_the_bits_of_their_files(name: str, tmp_path: Path) -> None:
     """The logits are those of a model with floats.
@@ -313,6 +314,7 @@ class Counted:
         return self.model(step)
 
 
+@only_in_long
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_steps_that_read_rows_of_packed_weights_are_replayed(is_tied: bool, tmp_path: Path) -> None:
     """The embedding is also the head, or has a form of its own. Other weights have several forms."""

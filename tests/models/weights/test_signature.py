@@ -22,11 +22,12 @@ from hybridmem.models import attach, from_transformers, load_model
 from hybridmem.models.hf.classes import ATTACHABLE
 from hybridmem.models.loading.load import plan_memory
 from hybridmem.models.weights.signature import sample_of
-from tests.extent import one_in
+from tests.extent import few_cases, one_in, only_in_long
 from tests.models.hf_models import hf_model
 from tests.models.test_from_transformers import ONE_OF_EACH
 
 
+@few_cases
 @pytest.mark.parametrize("name", one_in(4, ONE_OF_EACH))
 def test_weights_have_one_signature_wherever_they_come_from(name: str, tmp_path: Path) -> None:
     hf_model(name).save_pretrained(tmp_path)
@@ -42,6 +43,7 @@ def test_weights_have_one_signature_wherever_they_come_from(name: str, tmp_path:
     assert plan_memory(loaded.config, type(loaded).__name__).weights is None
 
 
+@only_in_long
 def test_it_is_the_same_in_every_process_and_however_weights_are_packed(tmp_path: Path) -> None:
     code = "from hybridmem.models import load_model; print(load_model('embedded').memory_spec.weights)"
     found = subprocess.run(

@@ -23,7 +23,7 @@ from hybridmem.models import LanguageModel, attach, from_transformers, load_mode
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.load import dry_model
 from hybridmem.models.products import choice
-from tests.extent import one_in
+from tests.extent import few_cases, one_in, only_in_long
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, randomise_, write_checkpoint
 from tests.models.families.llama import llama_config
 from tests.models.gguf_files import write_gguf
@@ -94,6 +94,7 @@ def warning_of(name: str) -> Any:
 # The tests below are about models with a head of their own.
 
 
+@few_cases
 @pytest.mark.parametrize("name", one_in(3, CAN_TIE))
 def test_a_head_that_the_file_holds_is_used_although_the_config_ties_it(name: str, tmp_path: Path) -> None:
     source = hf_model(name)
@@ -257,6 +258,7 @@ def of(name: str, *tensors: str) -> list[str]:
     return [tensor if tensor == HEAD else ENCODERS[name][0] + tensor for tensor in tensors]
 
 
+@only_in_long
 @pytest.mark.parametrize("differing", [(HEAD,), SHARED[1:2], SHARED[2:], (HEAD, *SHARED[1:])])
 @pytest.mark.parametrize("name", one_in(2, ENCODERS))
 def test_embeddings_and_heads_of_encoders_and_decoders(name: str, differing: tuple[str, ...], tmp_path: Path) -> None:
@@ -271,6 +273,7 @@ def test_embeddings_and_heads_of_encoders_and_decoders(name: str, differing: tup
     check_seq2seq(tmp_path)
 
 
+@few_cases
 @pytest.mark.parametrize("left", [(HEAD,), SHARED[1:2], SHARED[2:]])
 @pytest.mark.parametrize("name", ENCODERS)
 def test_any_one_of_their_names_stands_for_all(name: str, left: tuple[str, ...], tmp_path: Path) -> None:
@@ -295,6 +298,7 @@ def test_a_bart_that_ties_nothing(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+@only_in_long
 def test_a_t5_whose_config_says_that_its_head_is_its_own_warns_of_nothing(tmp_path: Path) -> None:
     """Later versions of T5 have a head of their own.
 
@@ -313,6 +317,7 @@ def test_a_t5_whose_config_says_that_its_head_is_its_own_warns_of_nothing(tmp_pa
 # The tests below are about blocks that layers share.
 
 
+@only_in_long
 def test_blocks_that_layers_share_are_held_once_and_one_that_differs_is_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +354,7 @@ def test_blocks_that_layers_share_are_held_once_and_one_that_differs_is_used(
 # The tests below are about models that are not read.
 
 
+@only_in_long
 def test_what_commands_say_of_bytes_is_of_the_files(own: Path) -> None:
     for is_equal in (False, True):
         if is_equal:

@@ -12,6 +12,7 @@ from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server import ServerOptions
 from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, Gated, Running, running, wait_until
+from tests.extent import few_cases
 
 SYSTEM, CAT, ASK = "Be brief.", "My cat is called Zoe.", "What is my cat called?"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -71,6 +72,7 @@ def session_with(server: Running, text: str, n_nodes: int) -> list[dict[str, Any
 HEADERS = ("x-session-id", "X-Claude-Code-Session-Id", "thread-id", "session-id", "")
 
 
+@few_cases
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_session_goes_on_goes_back_and_forks(server: Running, path: str, header: str) -> None:

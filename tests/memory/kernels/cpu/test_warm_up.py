@@ -55,6 +55,7 @@ assert [len(kernel.signatures) for kernel in kernels] == compiled, "a kernel was
 """
 
 
+@only_in_long
 def test_nothing_is_compiled_after_warming_up() -> None:
     """By default, kernels for states in 8-bit floats are left out: only the long form uses and compiles them."""
     command = [sys.executable, "-c", EVERY_KERNEL, *(["--all"] if IS_LONG else [])]
@@ -188,6 +189,7 @@ def test_a_spec_says_what_it_needs(layers: LayerSpec, names: set[str]) -> None:
     assert compiled_ahead(MemorySpec(((layers,),), vocab_size=8)) == names | {"rows", "rms_norm"}
 
 
+@only_in_long
 def test_torch_keeps_its_number_of_threads() -> None:
     code = """
 import torch
