@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hybridmem.memory import SpecError
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.draft_heads import DraftHead, Eagle3Head
+from hybridmem.models.draft_heads import BlockHead, DFlashHead, DraftHead, Eagle3Head
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import find_folder
@@ -21,8 +21,10 @@ from hybridmem.models.weights.formats import WeightFormat, weights_in
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+AnyHead = DraftHead | BlockHead
 
-def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "auto") -> DraftHead:
+
+def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "auto") -> AnyHead:
     """Load a draft head for a model, in the model's dtype and on its device.
 
     Args:
@@ -44,10 +46,10 @@ def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "a
         raise FormatError(f"{place} holds no draft head for {spec.model}; give a folder with one, or leave it out")
     if spec.device.type == "cpu":
         compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
-    return cast(DraftHead, head)
+    return cast(AnyHead, head)
 
 
-def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> DraftHead | None:
+def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> AnyHead | None:
     """Make the draft head of a folder, a GGUF file or a config.json, whose weights are on "meta", to plan with it.
 
     Args:
@@ -74,14 +76,16 @@ def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> DraftHe
     checkpoint = DryCheckpoint(type(model).__name__, spec.dtype, files)
     with weights_in(cast(WeightFormat, weights), checkpoint.device):
         head = model.load_draft_head(checkpoint) if loads is None else loads(_config_of(place), checkpoint, model)
-    return cast("DraftHead | None", head)
+    return cast("AnyHead | None", head)
 
 
 _NUMBERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Names in configs for the number of modules of multi-token prediction."""
 
-_LOADERS: dict[str, Callable[[PreTrainedConfig, Checkpoint, Decoder], DraftHead]] = {
+_LOADERS: dict[str, Callable[[PreTrainedConfig, Checkpoint, Decoder], AnyHead]] = {
     "LlamaForCausalLMEagle3": Eagle3Head.load,
+    "DFlashDraftModel": DFlashHead.load,
+    "MuseGlimmerAssistantModel": DFlashHead.load,
 }
 """What loads heads that are not named as the model's own, by the architecture in their config."""
 

@@ -1,0 +1,334 @@
+"""Implements the heads of DFlash (Chen et al. 2026, "DFlash"): layers that draft a block of tokens at once.
+
+One matrix fuses the model's residual streams after several layers into c, which is normed. Keys and values of earlier
+tokens are made of c, in each layer of the head. A block is the newest token and mask tokens after it, as the model
+embeds them: `x = x + attention(norm(x))`, then `x + mlp(norm(x))`. Tokens of a block see all c, and each other. Where
+a mask token was, the model's output matrix makes logits from norm(x). Masks stand beside each other, so a draft of
+many tokens takes one run of the head.
+
+Attention of a memory is causal. So a block is fed twice: first its keys and values, and then its queries, which have
+no keys of their own and see the whole block before them.
+
+    a request of a step    c i ... c n-1 | K n ... K n+B-1 | Q n ... Q n+B-1
+    is rotated by            i ...   n-1 |   n ...   n+B-1 |   n ...   n+B-1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hybridmem.memory import AttentionSpec, MemorySpec, Step, StepError
+from hybridmem.memory.blocks import without_gradients
+from hybridmem.models.layers.attention import Rotary, head_dim_of, turn
+from hybridmem.models.layers.decoder import Decoder, Function
+from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.mlp import GatedMLP
+from hybridmem.models.layers.norms import RMSNorm
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
+from hybridmem.models.weights.dry import joined
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Angles = tuple[Tensor, Tensor]
+_OF_AUTHORS = "DFlashDraftModel"
+"""The architecture in configs of the authors. Transformers' own is `MuseGlimmerAssistantModel`."""
+_NEUTRAL = {"output_multiplier": 1.0, "final_logit_softcapping": None, "fc_layernorm": False, "selector_rank": None}
+"""Options of such heads that are not implemented, with the values at which they do nothing."""
+
+
+@dataclass(frozen=True)
+class BlockPlaces:
+    """Says which tokens of a step are what, by their indices in the step's own order.
+
+    Attributes:
+        rows_X: (P + R,) the P tokens of pairs, and then the R tokens of blocks that give keys and values.
+        queries_R: (R,) the tokens of blocks that query.
+        unseen: is a layer causal -> (T, L) float32: a bias by distance, -inf for rows that a query does not see.
+    """
+
+    rows_X: Tensor
+    queries_R: Tensor
+    unseen: dict[bool, Tensor]
+
+    @property
+    def keys_R(self) -> Tensor:
+        return self.rows_X[len(self.rows_X) - len(self.queries_R) :]
+
+
+@dataclass(frozen=True)
+class BlockLayer:
+    """Computes a layer for the tokens of blocks, and stores keys and values of fused streams and of blocks.
+
+    Attributes:
+        norms: norm what attention and the MLP read.
+        q, kv: the products for queries, and for keys and values.
+        head_norms: norm each head's query and key.
+        is_causal: whether a token of a block sees only the tokens before it in the block, and itself.
+    """
+
+    index: int
+    spec: AttentionSpec
+    norms: tuple[Function, Function]
+    q: Linear
+    kv: Linear
+    out: Linear
+    head_norms: tuple[Function, Function]
+    mlp: Function
+    is_causal: bool
+
+    def __call__(self, x_RM: Tensor, fused_PM: Tensor, step: Step, places: BlockPlaces, angles: Angles) -> Tensor:
+        """Return the rows of blocks after this layer, (R, M). `angles` are those of `places.rows_X`."""
+        spec, n_tokens, n_queries = self.spec, len(step.token_ids), len(x_RM)
+        normed_RM = self.norms[0](x_RM) if n_queries else x_RM
+        kv = self.kv(torch.cat([fused_PM, normed_RM])).view(-1, 2 * spec.n_kv_heads, spec.head_dim)
+        k_XGD, v_XGD = kv.split(spec.n_kv_heads, 1)
+        k_XGD = turn(self.head_norms[1](k_XGD), *angles)
+        k_TGD, v_TGD = (_spread(x_XGD, places.rows_X, n_tokens) for x_XGD in (k_XGD, v_XGD))
+        q_THD = k_TGD.new_zeros(n_tokens, spec.n_query_heads, spec.head_dim)
+        if n_queries:
+            q_RHD = self.head_norms[0](self.q(normed_RM).view(-1, spec.n_query_heads, spec.head_dim))
+            q_THD.index_copy_(0, places.queries_R, turn(q_RHD, *(angle[-n_queries:] for angle in angles)))
+        unseen_TL = places.unseen[self.is_causal]
+        bias_THL = unseen_TL[:, None].expand(-1, spec.n_query_heads, -1)
+        y_THD = step.attend(self.index, q_THD, k_TGD, v_TGD, bias=bias_THL)
+        if not n_queries:
+            return x_RM
+        x_RM = x_RM + self.out(y_THD[places.queries_R].flatten(1))
+        return x_RM + self.mlp(self.norms[1](x_RM))
+
+
+class DFlashHead:
+    """Drafts a block of tokens at once: see `BlockHead`.
+
+    Args:
+        model: the model that it was trained for.
+        reads: the layers after which it reads, ascending. After the last one, it reads the normed states.
+        fused: the product of the streams, (M, len(reads) M), and the norm after it.
+        block_size: how many tokens a block has, the newest one of the text included.
+        mask_id: the token that stands for those that are drafted.
+        embed: looks up the embeddings of tokens.
+        norm: norms what the last layer returns.
+    """
+
+    def __init__(
+        self, model: Decoder, reads: tuple[int, ...], fused: tuple[Linear, Function], block_size: int, mask_id: int,
+        embed: Function, rotary: Rotary, layers: Sequence[BlockLayer], norm: Function,
+    ) -> None:  # fmt: skip
+        spec, last = model.memory_spec, len(model.memory_spec.layers) - 1
+        self.after = tuple(i for i in reads if i != last)
+        self.n_drafted = block_size - 1
+        self.is_recordable = model.is_recordable
+        self._reads_last = last in reads
+        self._fused, self._mask_id, self._embed, self._rotary = fused, mask_id, embed, rotary
+        self._layers, self._norm, self._vocabulary = layers, norm, model.vocabulary
+        self.memory_spec = MemorySpec(
+            layers=tuple((layer.spec,) for layer in layers), vocab_size=spec.vocab_size, dtype=spec.dtype,
+            device=spec.device, model=f"the draft head of {spec.model}",
+        )  # fmt: skip
+
+    @staticmethod
+    def load(config: PreTrainedConfig, checkpoint: Checkpoint, model: Decoder) -> DFlashHead:
+        """Load a head as its authors publish it (`DFlashDraftModel`), or transformers (`MuseGlimmerAssistantModel`).
+
+        Raises:
+            UnsupportedModelError: it was made for another model, or has options that are not implemented.
+            FormatError: a tensor is missing or has another shape.
+        """
+        n_model, options, spec = config.hidden_size, _Options(config), model.memory_spec
+        options.check(model)
+        rotary = Rotary(config, head_dim_of(config), checkpoint.device)
+        fuse, fused_norm = (
+            checkpoint.name_of(f"{one}.weight", f"encoder.{other}.weight").removesuffix(".weight")
+            for one, other in (("fc", "fc"), ("hidden_norm", "output_norm_enc"))
+        )
+        embed = replace(model.vocabulary.embed, norm=None)
+        if options.is_of_authors:  # They look rows up without the model's own scale.
+            embed = replace(embed, scale=float(options.of("input_embedding_scale", 1.0)))
+        reads = tuple(options.of("target_layer_ids"))
+        return DFlashHead(
+            model, reads,
+            (Linear.load(checkpoint, fuse, n_model, len(reads) * n_model), _load_norm(config, checkpoint, fused_norm)),
+            options.block_size, options.of("mask_token_id"), embed, rotary,
+            [_load_layer(config, options, checkpoint, i, rotary) for i in range(config.num_hidden_layers)],
+            _load_norm(config, checkpoint, "norm"),
+        )  # fmt: skip
+
+    @property
+    def n_fed(self) -> int:
+        """Return how many tokens of a step a block takes."""
+        return 2 * (self.n_drafted + 1)
+
+    def block_after(self, token_id: int) -> list[int]:
+        """See `BlockHead`."""
+        return [token_id, *[self._mask_id] * self.n_drafted] * 2
+
+    def read(self, rows_TR: Tensor) -> Tensor:
+        """Return the fused streams, normed."""
+        n_model = rows_TR.shape[-1] // (len(self.after) + 1)
+        product, norm = self._fused
+        with without_gradients():
+            read_TN = rows_TR if self._reads_last else rows_TR[:, :-n_model]
+            fused_TM: Tensor = norm(product(read_TN))
+        return fused_TM
+
+    def __call__(self, step: Step, rows_PM: Tensor, n_pairs: Sequence[int]) -> Tensor:
+        """See `BlockHead`."""
+        return self.at(step, rows_PM, self.places(step, n_pairs))
+
+    def places(self, step: Step, n_pairs: Sequence[int]) -> BlockPlaces:
+        """Return which tokens of a step are what. Raises StepError if requests are no pairs with or without a block."""
+        counts, size = step.tokens.counts.tolist(), self.n_drafted + 1
+        if len(n_pairs) != len(counts) or any(n - m not in (0, 2 * size) for n, m in zip(counts, n_pairs, strict=True)):
+            raise StepError(
+                f"{list(n_pairs)} pairs in requests of {counts} tokens; a request is pairs alone, or pairs and then "
+                f"the {2 * size} tokens of `block_after`"
+            )
+        own_T, first = step.select(torch.arange(sum(counts), device=step.token_ids.device), "all"), 0
+        pairs, keys, queries = list[Tensor](), [own_T[:0]], [own_T[:0]]
+        for n, m in zip(counts, n_pairs, strict=True):
+            pairs.append(own_T[first : first + m])
+            if n > m:
+                keys.append(own_T[first + m : first + m + size])
+                queries.append(own_T[first + m + size : first + n])
+            first += n
+        queries_R = torch.cat(queries)
+        unseen = {
+            is_causal: _unseen(size, len(queries_R) // size, queries_R, len(own_T), is_causal=is_causal)
+            for is_causal in {layer.is_causal for layer in self._layers}
+        }
+        return BlockPlaces(torch.cat([*pairs, *keys]), queries_R, unseen)
+
+    def at(self, step: Step, rows_PM: Tensor, places: BlockPlaces) -> Tensor:
+        """Do what `__call__` does, for tokens whose places are known already."""
+        step.check_model(self.memory_spec)
+        with without_gradients():
+            angles = self._rotary.angles_at(step.positions[places.rows_X], rows_PM.dtype)
+            x_RM = self._embed(step.token_ids[places.keys_R])
+            for layer in self._layers:
+                x_RM = layer(x_RM, rows_PM, step, places, angles)
+            x_BNM = x_RM.view(-1, self.n_drafted + 1, x_RM.shape[1])[:, 1:]
+            if not len(x_BNM):
+                return x_RM.new_empty(0, self.n_drafted, self.memory_spec.vocab_size)
+            logits = self._vocabulary.logits(self._norm(x_BNM.flatten(0, 1)))
+            return logits.view(len(x_BNM), self.n_drafted, -1)
+
+
+class _Options:
+    """Reads the options of a head from its config, or from `dflash_config` in it."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config, self._own = config, getattr(config, "dflash_config", None) or {}
+        self.is_of_authors = _OF_AUTHORS in (config.architectures or ())
+
+    def of(self, name: str, default: Any = None) -> Any:
+        return self._own.get(name, getattr(self._config, name, default))
+
+    @property
+    def block_size(self) -> int:
+        return int(self.of("block_size", 16))
+
+    def layer_kind(self, i: int) -> tuple[int | None, bool]:
+        """Return the window of layer i's attention, as a spec counts it for rows of a block; and if it is causal."""
+        kinds = getattr(self._config, "layer_types", None)
+        kind = kinds[i] if kinds else "full_attention"
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"layer_types[{i}]={kind!r}; implemented are full_attention and sliding_attention"
+            )
+        is_sliding, is_causal = kind == "sliding_attention", False
+        if self.is_of_authors:
+            given = getattr(self._config, "is_causal", None)
+            is_causal = is_sliding if given is None else bool(given)
+        if not is_sliding:
+            return None, is_causal
+        # To transformers, a distance of the window is seen. To the authors, only smaller ones are.
+        window = self._config.sliding_window + (not self.is_of_authors)
+        if window < self.block_size:
+            raise UnsupportedModelError(
+                f"sliding_window={self._config.sliding_window} and block_size={self.block_size}; tokens of a block see "
+                "each other here, so give a window of a block at least"
+            )
+        return window + self.block_size, is_causal
+
+    def check(self, model: Decoder) -> None:
+        """Raise UnsupportedModelError unless the head is for a model like this one."""
+        n_model, n_layers, n_tokens = (
+            model.config.hidden_size, len(model.memory_spec.layers), model.memory_spec.vocab_size,
+        )  # fmt: skip
+        if self._config.hidden_size != n_model:
+            raise UnsupportedModelError(
+                f"the head's hidden_size={self._config.hidden_size}; implemented is the model's, {n_model}"
+            )
+        if (n_target := self.of("num_target_layers", n_layers)) != n_layers:
+            raise UnsupportedModelError(f"the head is for a model of {n_target} layers; this one has {n_layers}")
+        reads = self.of("target_layer_ids")
+        if not reads or list(reads) != sorted(set(reads)) or not 0 <= reads[0] <= reads[-1] < n_layers:
+            raise UnsupportedModelError(
+                f"target_layer_ids={reads} for a model of {n_layers} layers; implemented are ascending numbers from 0 "
+                f"to {n_layers - 1}"
+            )
+        mask_id = self.of("mask_token_id")
+        if mask_id is None or not 0 <= mask_id < n_tokens:
+            raise UnsupportedModelError(f"mask_token_id={mask_id}; implemented is one of the model's {n_tokens} tokens")
+        if self.block_size < 2:
+            raise UnsupportedModelError(f"block_size={self.block_size}; a block that drafts has 2 tokens or more")
+        for name, neutral in _NEUTRAL.items():
+            if (value := self.of(name, neutral)) != neutral:
+                raise UnsupportedModelError(f"{name}={value!r}; implemented is {neutral!r}")
+
+
+def _load_layer(
+    config: PreTrainedConfig, options: _Options, checkpoint: Checkpoint, i: int, rotary: Rotary
+) -> BlockLayer:
+    n_model, head_dim, prefix = config.hidden_size, head_dim_of(config), f"layers.{i}"
+    window, is_causal = options.layer_kind(i)
+    spec = AttentionSpec(
+        config.num_attention_heads, config.num_key_value_heads, head_dim, window=window, rotation=rotary.rotation,
+        has_bias=True,
+    )  # fmt: skip
+    has_bias = options.is_of_authors and config.attention_bias
+    n_q, n_kv = spec.n_query_heads * head_dim, spec.n_kv_heads * head_dim
+
+    def take(name: str, size: int) -> tuple[Tensor, Tensor | None]:
+        name = f"{prefix}.self_attn.{name}_proj"
+        bias = checkpoint.take_optional(has_bias, f"{name}.bias", size)
+        return checkpoint.take(f"{name}.weight", size, n_model), bias
+
+    (q, q_bias), (k, k_bias), (v, v_bias) = take("q", n_q), take("k", n_kv), take("v", n_kv)
+    kv_bias = None if k_bias is None or v_bias is None else joined(k_bias, v_bias)
+    norms = [_load_norm(config, checkpoint, f"{prefix}.{x}_layernorm") for x in ("input", "post_attention")]
+    heads = [_load_norm(config, checkpoint, f"{prefix}.self_attn.{x}_norm", head_dim) for x in "qk"]
+    return BlockLayer(
+        i, spec, (norms[0], norms[1]), Linear(q, bias=q_bias), Linear(k, v, bias=kv_bias),
+        Linear.load(checkpoint, f"{prefix}.self_attn.o_proj", n_model, n_q, has_bias=has_bias), (heads[0], heads[1]),
+        GatedMLP.load(checkpoint, f"{prefix}.mlp", n_model, config.intermediate_size, config.hidden_act), is_causal,
+    )  # fmt: skip
+
+
+def _load_norm(config: PreTrainedConfig, checkpoint: Checkpoint, name: str, size: int | None = None) -> RMSNorm:
+    return RMSNorm(checkpoint.take(f"{name}.weight", size or config.hidden_size), config.rms_norm_eps)
+
+
+def _spread(x_XGD: Tensor, rows_X: Tensor, n_tokens: int) -> Tensor:
+    """Return (T, G, D) with these rows at these places, and zeros elsewhere."""
+    return x_XGD.new_zeros(n_tokens, *x_XGD.shape[1:]).index_copy_(0, rows_X, x_XGD)
+
+
+def _unseen(size: int, n_blocks: int, queries_R: Tensor, n_tokens: int, *, is_causal: bool) -> Tensor:
+    """Return (T, size + 1) biases by distance: -inf for rows of queries, and for later keys if a layer is causal.
+
+    Query j has rows of j + 1 queries at the distances 0 ... j, its own among them. Before them is the last key of its
+    block. Key i is at the distance size + j - i.
+    """
+    bias_TL = torch.zeros(n_tokens, size + 1, device=queries_R.device)
+    if n_blocks:
+        nearest = torch.full((size,), size) if is_causal else torch.arange(1, size + 1)
+        unseen_BL = torch.where(torch.arange(size + 1) < nearest[:, None], -torch.inf, 0.0)
+        bias_TL[queries_R] = unseen_BL.repeat(n_blocks, 1).to(bias_TL.device)
+    return bias_TL
