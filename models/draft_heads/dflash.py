@@ -87,7 +87,7 @@ class BlockLayer:
         spec, n_tokens, n_queries = self.spec, len(step.token_ids), len(x_RM)
         normed_RM = self.norms[0](x_RM) if n_queries else x_RM
         kv = self.kv(torch.cat([fused_PM, normed_RM])).view(-1, 2 * spec.n_kv_heads, spec.head_dim)
-        k_XGD, v_XGD = kv.split(spec.n_kv_heads, 1)
+        k_XGD, v_XGD = torch.split(kv, spec.n_kv_heads, 1)
         k_XGD = turn(self.head_norms[1](k_XGD), *angles)
         k_TGD, v_TGD = (_spread(x_XGD, places.rows_X, n_tokens) for x_XGD in (k_XGD, v_XGD))
         q_THD = k_TGD.new_zeros(n_tokens, spec.n_query_heads, spec.head_dim)
@@ -248,11 +248,11 @@ class _Options:
         if not is_sliding:
             return None, is_causal
         # To transformers, a distance of the window is seen. To the authors, only smaller ones are.
-        window = self._config.sliding_window + (not self.is_of_authors)
+        window = (self._config.sliding_window or 0) + (not self.is_of_authors)
         if window < self.block_size:
             raise UnsupportedModelError(
-                f"sliding_window={self._config.sliding_window} and block_size={self.block_size}; tokens of a block see "
-                "each other here, so give a window of a block at least"
+                f"sliding_window={self._config.sliding_window} and block_size={self.block_size}; implemented are "
+                "windows of a block or more, in which all tokens of the block see each other"
             )
         return window + self.block_size, is_causal
 

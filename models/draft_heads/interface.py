@@ -18,7 +18,7 @@ forked, swapped and closed beside it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -59,6 +59,7 @@ class DraftHead(Protocol):
         ...
 
 
+@runtime_checkable
 class BlockHead(Protocol):
     """Drafts a block of tokens at once from the hidden states of one model.
 

@@ -40,7 +40,7 @@ def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "a
     spec, place = model.memory_spec, find_folder(path_or_hub_id)
     checkpoint, kinds = Checkpoint(place, spec.device, spec.dtype), Counter[Kind]()
     with weights_in(cast(WeightFormat, weights), spec.device), noting_kinds(kinds):
-        load = _LOADERS.get(_architecture_of(place))
+        load = _loader_of(place)
         head = model.load_draft_head(checkpoint) if load is None else load(_config_of(place), checkpoint, model)
     if head is None:
         raise FormatError(f"{place} holds no draft head for {spec.model}; give a folder with one, or leave it out")
@@ -62,7 +62,7 @@ def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> AnyHead
     """
     if not isinstance(model, Decoder):
         raise UnsupportedModelError(f"{type(model).__name__} gives no hidden states for draft heads")
-    spec, loads = model.memory_spec, _LOADERS.get(_architecture_of(place))
+    spec, loads = model.memory_spec, _loader_of(place)
     files = find_files(place, model.config)
     if files is None:
         numbers = [getattr(model.config, name, None) for name in _NUMBERS]
@@ -89,12 +89,18 @@ _LOADERS: dict[str, Callable[[PreTrainedConfig, Checkpoint, Decoder], AnyHead]] 
 }
 """What loads heads that are not named as the model's own, by the architecture in their config."""
 
+_REFUSED = {"DFlash2DraftModel": "DFlash 2 convolves in its layers, and chooses tokens by tables of its own"}
+"""Heads that are not implemented, and why, by the architecture in their config."""
 
-def _architecture_of(place: Path) -> str:
-    """Return the architecture that a folder's config names first, or "" without one."""
+
+def _loader_of(place: Path) -> Callable[[PreTrainedConfig, Checkpoint, Decoder], AnyHead] | None:
+    """Return what loads the head of a folder, by the architecture in its config; None if the model itself does."""
     path = place / "config.json"
     raw = json.loads(path.read_text()) if path.is_file() else {}
-    return str((raw.get("architectures") or [""])[0])
+    architecture = str((raw.get("architectures") or [""])[0])
+    if architecture in _REFUSED:
+        raise UnsupportedModelError(f"{place} is a {architecture}, which is not implemented: {_REFUSED[architecture]}")
+    return _LOADERS.get(architecture)
 
 
 def _config_of(place: Path) -> PreTrainedConfig:

@@ -35,7 +35,7 @@ def write_target(folder: Path) -> LlamaForCausalLM:
     return model
 
 
-def write_head(folder: Path, target: LlamaForCausalLM, **options: Any) -> MuseGlimmerAssistantModel:
+def write_head(folder: Path, target: Any, **options: Any) -> MuseGlimmerAssistantModel:
     """Write a random head of two layers, the first with a window, as transformers saves it."""
     size = target.config.hidden_size
     chosen: dict[str, Any] = {
@@ -45,7 +45,7 @@ def write_head(folder: Path, target: LlamaForCausalLM, **options: Any) -> MuseGl
     } | options  # fmt: skip
     config = MuseGlimmerAssistantConfig(
         hidden_size=size, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, **chosen,
+        head_dim=8, bos_token_id=1, eos_token_id=2, pad_token_id=0, **chosen,
     )  # fmt: skip
     config._attn_implementation = "eager"
     torch.manual_seed(5)
@@ -62,7 +62,10 @@ def rename_as_authors(folder: Path, **options: Any) -> None:
     save_file({names.get(n, n): x for n, x in tensors.items()}, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     own = {name: config.pop(name) for name in ("block_size", "mask_token_id", "target_layer_ids")}
-    changed = {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": own, "vocab_size": 40}
+    changed = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "dflash_config": own, "vocab_size": 40,
+        "use_sliding_window": True, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config | changed | options))
 
 
