@@ -258,15 +258,27 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
     }
     if checkpoint is None:
         return facts | {"loads": "its config does; there are no weights beside it"}
-    head = model.load_draft_head(checkpoint) if isinstance(model, Decoder) else None
+    has_head = _describe_draft_head(model, checkpoint)
     left = checkpoint.leftovers()
     return facts | {
-        **({} if head is None else {"draft head": "yes: load_model(draft_head=True) and --draft-head auto take it"}),
+        **({} if has_head is None else {"draft head": has_head}),
         "tensors": len(checkpoint),
         **({"tensors of their own, although the config ties them": list(own)} if (own := checkpoint.differing) else {}),
         **({"tensors that nobody asks for": left[:MOST_TENSORS]} if left else {}),
         "loads": "yes",
     }
+
+
+def _describe_draft_head(model: object, checkpoint: UnreadCheckpoint) -> str | None:
+    """Say whether the checkpoint's draft head can be loaded. None: it has none."""
+    if not isinstance(model, Decoder):
+        return None
+    try:
+        head = model.load_draft_head(checkpoint)
+    except UnsupportedModelError as error:
+        checkpoint.ignore(*checkpoint.names_below(model.draft_prefixes))
+        return f"no: {error}"
+    return None if head is None else "yes: load_model(draft_head=True) and --draft-head auto take it"
 
 
 def _describe_weights(config: PreTrainedConfig, files: Checkpoint | None) -> dict[str, Any]:
