@@ -49,7 +49,7 @@ _TRIED_JOBS, _TRIED_STEPS = 2, 8
 _MODEL_REST = 15
 """After a step in which no draft paid, this many steps go without."""
 _LENGTHS = (1, 2, 3, 4, 6, 8)
-"""The drafter's drafts have one of these lengths, whichever promises the most tokens a second. Where one step drafts all
+"""The drafter's drafts have one of these lengths, whichever promises the most tokens a second. If one step drafts all
 tokens, they may also be as long as it makes them.
 """
 BRANCHES = 1

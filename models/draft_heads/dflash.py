@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +41,9 @@ _OF_AUTHORS = "DFlashDraftModel"
 """The architecture in configs of the authors. Transformers' own is `MuseGlimmerAssistantModel`."""
 _NEUTRAL = {"output_multiplier": 1.0, "final_logit_softcapping": None, "fc_layernorm": False, "selector_rank": None}
 """Options of such heads that are not implemented, with the values at which they do nothing."""
+
+_MOST_PLACES = 256
+"""The places of so many kinds of steps are remembered."""
 
 
 @dataclass(frozen=True)
@@ -127,6 +131,7 @@ class DFlashHead:
         self._reads_last = last in reads
         self._fused, self._mask_id, self._embed, self._rotary = fused, mask_id, embed, rotary
         self._layers, self._norm, self._vocabulary = layers, norm, model.vocabulary
+        self._places = dict[tuple[int, ...], BlockPlaces]()
         self.memory_spec = MemorySpec(
             layers=tuple((layer.spec,) for layer in layers), vocab_size=spec.vocab_size, dtype=spec.dtype,
             device=spec.device, model=f"the draft head of {spec.model}",
@@ -140,7 +145,7 @@ class DFlashHead:
             UnsupportedModelError: it was made for another model, or has options that are not implemented.
             FormatError: a tensor is missing or has another shape.
         """
-        n_model, options, spec = config.hidden_size, _Options(config), model.memory_spec
+        n_model, options = config.hidden_size, _Options(config)
         options.check(model)
         rotary = Rotary(config, head_dim_of(config), checkpoint.device)
         fuse, fused_norm = (
@@ -189,20 +194,27 @@ class DFlashHead:
                 f"{list(n_pairs)} pairs in requests of {counts} tokens; a request is pairs alone, or pairs and then "
                 f"the {2 * size} tokens of `block_after`"
             )
-        own_T, first = step.select(torch.arange(sum(counts), device=step.token_ids.device), "all"), 0
-        pairs, keys, queries = list[Tensor](), [own_T[:0]], [own_T[:0]]
-        for n, m in zip(counts, n_pairs, strict=True):
-            pairs.append(own_T[first : first + m])
+        firsts = _firsts_of(step, counts)
+        key = (*firsts, *counts, *n_pairs)
+        if (known := self._places.get(key)) is not None:
+            return known
+        pairs, keys, queries = list[int](), list[int](), list[int]()
+        for first, n, m in zip(firsts, counts, n_pairs, strict=True):
+            pairs += range(first, first + m)
             if n > m:
-                keys.append(own_T[first + m : first + m + size])
-                queries.append(own_T[first + m + size : first + n])
-            first += n
-        queries_R = torch.cat(queries)
+                keys += range(first + m, first + m + size)
+                queries += range(first + m + size, first + n)
+        device = step.token_ids.device
+        queries_R = torch.tensor(queries, dtype=torch.int64, device=device)
         unseen = {
-            is_causal: _unseen(size, len(queries_R) // size, queries_R, len(own_T), is_causal=is_causal)
+            is_causal: _unseen(size, queries_R, sum(counts), is_causal=is_causal)
             for is_causal in {layer.is_causal for layer in self._layers}
         }
-        return BlockPlaces(torch.cat([*pairs, *keys]), queries_R, unseen)
+        places = BlockPlaces(torch.tensor(pairs + keys, device=device), queries_R, unseen)
+        if len(self._places) >= _MOST_PLACES:
+            self._places.clear()
+        self._places[key] = places
+        return places
 
     def at(self, step: Step, rows_PM: Tensor, places: BlockPlaces) -> Tensor:
         """Do what `__call__` does, for tokens whose places are known already."""
@@ -320,14 +332,22 @@ def _spread(x_XGD: Tensor, rows_X: Tensor, n_tokens: int) -> Tensor:
     return x_XGD.new_zeros(n_tokens, *x_XGD.shape[1:]).index_copy_(0, rows_X, x_XGD)
 
 
-def _unseen(size: int, n_blocks: int, queries_R: Tensor, n_tokens: int, *, is_causal: bool) -> Tensor:
+def _firsts_of(step: Step, counts: list[int]) -> list[int]:
+    """Return the index of each request's first token in the step's own order."""
+    if len(counts) == 1:
+        return [0]
+    own_T = step.select(torch.arange(sum(counts), device=step.token_ids.device), "all")
+    return [int(own_T[end - n]) for n, end in zip(counts, accumulate(counts), strict=True)]
+
+
+def _unseen(size: int, queries_R: Tensor, n_tokens: int, *, is_causal: bool) -> Tensor:
     """Return (T, size + 1) biases by distance: -inf for rows of queries, and for later keys if a layer is causal.
 
     Query j has rows of j + 1 queries at the distances 0 ... j, its own among them. Before them is the last key of its
     block. Key i is at the distance size + j - i.
     """
     bias_TL = torch.zeros(n_tokens, size + 1, device=queries_R.device)
-    if n_blocks:
+    if n_blocks := len(queries_R) // size:
         nearest = torch.full((size,), size) if is_causal else torch.arange(1, size + 1)
         unseen_BL = torch.where(torch.arange(size + 1) < nearest[:, None], -torch.inf, 0.0)
         bias_TL[queries_R] = unseen_BL.repeat(n_blocks, 1).to(bias_TL.device)

@@ -92,7 +92,9 @@ class _BlockSteps:
         key = self._key = len(rows_PM), len(places.queries_R)
         given = self._given.get(key)
         if given is None:
-            self._given[key] = rows_PM.clone(memory_format=torch.contiguous_format), places
+            unseen = {is_causal: unseen_TL.clone() for is_causal, unseen_TL in places.unseen.items()}
+            own = BlockPlaces(places.rows_X.clone(), places.queries_R.clone(), unseen)
+            self._given[key] = rows_PM.clone(memory_format=torch.contiguous_format), own
             return
         given[0].copy_(rows_PM)
         given[1].rows_X.copy_(places.rows_X)

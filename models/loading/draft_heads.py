@@ -79,6 +79,15 @@ def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> AnyHead
     return cast("AnyHead | None", head)
 
 
+def folder_beside(place: Path) -> Path | None:
+    """Return the folder `draft_head` in a checkpoint's folder, or None without one.
+
+    A head that was trained for a model that had none can be kept there.
+    """
+    folder = place / "draft_head"
+    return folder if folder.is_dir() else None
+
+
 _NUMBERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Names in configs for the number of modules of multi-token prediction."""
 

@@ -78,7 +78,9 @@ def drafted_by_authors(folder: Path, config: Any, target: LlamaForCausalLM, end:
         return F.rms_norm(x, x.shape[-1:], w[f"{name}.weight"], config.rms_norm_eps)
 
     def heads(x: Tensor, name: str) -> Tensor:
-        return x.view(len(x), -1, 8) if name == "v" else norm(x.view(len(x), -1, 8), f"layers.{i}.self_attn.{name}_norm")
+        return (
+            x.view(len(x), -1, 8) if name == "v" else norm(x.view(len(x), -1, 8), f"layers.{i}.self_attn.{name}_norm")
+        )
 
     fused = norm(torch.cat([states[j + 1][0] for j in config.target_layer_ids], -1) @ w["fc.weight"].T, "hidden_norm")
     x = target.get_input_embeddings().weight[[TOKENS[n], *[MASK] * (BLOCK - 1)]]
@@ -175,6 +177,5 @@ def test_heads_and_steps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write_head(tmp_path / "head", target)
     head = load_draft_head(tmp_path / "head", model)
     own = HybridMemory(head.memory_spec, "1MiB")
-    with own.step({own.open(): [1, 2, 3]}) as step, pytest.raises(StepError, match=r"\[2\] pairs in requests of \[3\]"):
+    with pytest.raises(StepError, match=r"\[2\] pairs in requests of \[3\]"), own.step({own.open(): [1, 2, 3]}) as step:
         head(step, torch.zeros(2, target.config.hidden_size), [2])
-        step.accept(dict.fromkeys(step.sequences, 0))
