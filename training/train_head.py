@@ -1,4 +1,4 @@
-"""Trains the draft head of the embedded model: two layers that draft a block of tokens at once (DFlash).
+"""Trains the draft head of the embedded model: two layers that draft several tokens at once (DFlash).
 
     python -m training.train_head --model models/embedded --out models/embedded/draft_head
 
@@ -22,7 +22,7 @@ import typer
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedTokenizerFast
 
-from hybridmem.chat.engine.block_drafts import BlockDrafter
+from hybridmem.chat.engine.blank_drafts import BlankDrafter
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer, encode_chat, load_tokenizer
@@ -35,8 +35,8 @@ from hybridmem.models.loading.draft_heads import load_draft_head
 from training.train_embedded import IGNORED, SPECIAL_TOKENS, Phase, make_batch
 from training.words import Words
 
-BLOCK_TOKENS, N_BLOCKS = 8, 32
-"""Tokens of a block, and how many blocks of each dialogue are learnt in a batch."""
+N_BLANKS, N_DRAFTS = 8, 32
+"""Blanks of a draft, the token before them included, and how many drafts of each dialogue are learnt in a batch."""
 READS = [1, 4, 5]
 """The model's layers after which the head reads: those with attention, and the last one."""
 PEAK_RATE, DECAY = 3e-3, 4.0
@@ -53,7 +53,7 @@ def make_head(model: Decoder) -> MuseGlimmerAssistantModel:
         hidden_size=model.config.hidden_size, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, rms_norm_eps=model.config.rms_norm_eps, max_position_embeddings=4096,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, layer_types=["full_attention"] * 2,
-        sliding_window=4096, block_size=BLOCK_TOKENS, mask_token_id=0, target_layer_ids=READS, bos_token_id=1,
+        sliding_window=4096, block_size=N_BLANKS, mask_token_id=0, target_layer_ids=READS, bos_token_id=1,
         eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     config._attn_implementation = "sdpa"
@@ -79,9 +79,9 @@ class States:
 
 
 def choose_anchors(labels_BT: Tensor, generator: torch.Generator) -> Tensor:
-    """Return (B, N_BLOCKS) positions of tokens of replies that another token of the reply follows."""
+    """Return (B, N_DRAFTS) positions of tokens of replies that another token of the reply follows."""
     is_anchor = (labels_BT[:, :-1] != IGNORED) & (labels_BT[:, 1:] != IGNORED)
-    return torch.multinomial(is_anchor.float() + 1e-9, N_BLOCKS, generator=generator)
+    return torch.multinomial(is_anchor.float() + 1e-9, N_DRAFTS, generator=generator)
 
 
 def loss_of(
@@ -90,23 +90,23 @@ def loss_of(
 ) -> Tensor:  # fmt: skip
     """Return the mean cross entropy of the tokens after the anchors, up to the end of their replies.
 
-    Blocks of a dialogue are computed together. Each sees the states before its anchor, and itself.
+    Drafts of a dialogue are computed together. Blanks see the states before their anchor, and each other.
     """
-    (n_dialogues, n_tokens), steps = ids_BT.shape, torch.arange(BLOCK_TOKENS)
+    (n_dialogues, n_tokens), steps = ids_BT.shape, torch.arange(N_BLANKS)
     places_BQ = (anchors_BN[..., None] + steps).flatten(1)
-    block_Q = torch.arange(N_BLOCKS).repeat_interleave(BLOCK_TOKENS)
-    is_before_BQT = torch.arange(n_tokens) < anchors_BN[:, block_Q, None]
-    is_own_BQQ = (block_Q[:, None] == block_Q).expand(n_dialogues, -1, -1)
+    draft_Q = torch.arange(N_DRAFTS).repeat_interleave(N_BLANKS)
+    is_before_BQT = torch.arange(n_tokens) < anchors_BN[:, draft_Q, None]
+    is_own_BQQ = (draft_Q[:, None] == draft_Q).expand(n_dialogues, -1, -1)
     seen = torch.cat([is_before_BQT, is_own_BQQ], -1)[:, None]
-    tokens_BNS = torch.full((n_dialogues, N_BLOCKS, BLOCK_TOKENS), head.config.mask_token_id)
+    tokens_BNS = torch.full((n_dialogues, N_DRAFTS, N_BLANKS), head.config.mask_token_id)
     tokens_BNS[..., 0] = ids_BT.gather(1, anchors_BN)
     out_BQM = head(
         noise_embeds=embedding_VM[tokens_BNS.flatten(1)], context_hidden_states=states_BTR,
         attention_mask={"full_attention": seen},
         position_ids=torch.cat([torch.arange(n_tokens).expand(n_dialogues, -1), places_BQ], 1),
     ).last_hidden_state  # fmt: skip
-    labels_BNS = F.pad(labels_BT, (0, BLOCK_TOKENS), value=IGNORED).gather(1, places_BQ).view_as(tokens_BNS)
-    is_known_BNS = (labels_BNS != IGNORED).cumprod(-1).bool()[..., 1:]  # A block ends with its reply.
+    labels_BNS = F.pad(labels_BT, (0, N_BLANKS), value=IGNORED).gather(1, places_BQ).view_as(tokens_BNS)
+    is_known_BNS = (labels_BNS != IGNORED).cumprod(-1).bool()[..., 1:]  # A draft ends with its reply.
     weight_BNS = torch.exp(-(steps[1:] - 1) / DECAY).expand_as(is_known_BNS)
     logits = out_BQM.view(*tokens_BNS.shape, -1)[:, :, 1:][is_known_BNS] @ embedding_VM.T
     losses = F.cross_entropy(logits, labels_BNS[..., 1:][is_known_BNS], reduction="none")
@@ -141,8 +141,8 @@ def learn(
 def accepted_share(model: Decoder, tokenizer: Tokenizer, folder: Path, n_dialogues: int = 100) -> dict[str, float]:
     """Return the share of drafted tokens that are accepted, and tokens a step, where each step drafts all it can."""
     head = load_draft_head(folder, model)
-    drafter = BlockDrafter(model, head, HybridMemory(head.memory_spec, "64MiB", rollback_window=2 * BLOCK_TOKENS))
-    memory = HybridMemory(model.memory_spec, "256MiB", rollback_window=2 * BLOCK_TOKENS)
+    drafter = BlankDrafter(model, head, HybridMemory(head.memory_spec, "64MiB", rollback_window=2 * N_BLANKS))
+    memory = HybridMemory(model.memory_spec, "256MiB", rollback_window=2 * N_BLANKS)
     engine = Engine(model, memory, tokenizer, speculation=Speculation(adapts=False, drafter=drafter))
     rng, n_tokens = random.Random(f"{n_dialogues} dialogues"), 0
     for _ in range(n_dialogues):

@@ -2,18 +2,18 @@
 
 from hybridmem.models.draft_heads.dflash import DFlashHead
 from hybridmem.models.draft_heads.eagle3 import Eagle3Head
-from hybridmem.models.draft_heads.interface import BlockHead, DraftHead
+from hybridmem.models.draft_heads.interface import BlankHead, DraftHead
 from hybridmem.models.draft_heads.next_token import NextTokenHead
-from hybridmem.models.draft_heads.recorded import RecordedBlockHead, RecordedHead
+from hybridmem.models.draft_heads.recorded import RecordedBlankHead, RecordedHead
 from hybridmem.models.draft_heads.watched import HiddenRows
 
 __all__ = [
-    "BlockHead",
+    "BlankHead",
     "DFlashHead",
     "DraftHead",
     "Eagle3Head",
     "HiddenRows",
     "NextTokenHead",
-    "RecordedBlockHead",
+    "RecordedBlankHead",
     "RecordedHead",
 ]

@@ -1,13 +1,13 @@
-"""Implements the heads of DFlash (Chen et al. 2026, "DFlash"): layers that draft a block of tokens at once.
+"""Implements the heads of DFlash (Chen et al. 2026, "DFlash"): layers that draft several tokens at once.
 
 One matrix fuses the model's residual streams after several layers into c, which is normed. Keys and values of earlier
-tokens are made of c, in each layer of the head. A block is the newest token and mask tokens after it, as the model
-embeds them: `x = x + attention(norm(x))`, then `x + mlp(norm(x))`. Tokens of a block see all c, and each other. Where
-a mask token was, the model's output matrix makes logits from norm(x). Masks stand beside each other, so a draft of
-many tokens takes one run of the head.
+tokens are made of c, in each layer of the head. The layers then compute the newest token and blanks after it, which
+are mask tokens: `x = x + attention(norm(x))`, then `x + mlp(norm(x))`. These tokens see all c, and each other. From
+norm(x) of a blank, the model's output matrix makes the logits of the token that belongs there. So a draft of many
+tokens takes one run of the head.
 
-Attention of a memory is causal. So a block is fed twice: first its keys and values, and then its queries, which have
-no keys of their own and see the whole block before them.
+Below, the newest token counts as one of the B blanks. Attention of a memory is causal. So blanks are fed twice: first
+their keys and values, and then their queries, which have no keys of their own and see all blanks before them.
 
     a request of a step    c i ... c n-1 | K n ... K n+B-1 | Q n ... Q n+B-1
     is rotated by            i ...   n-1 |   n ...   n+B-1 |   n ...   n+B-1
@@ -47,12 +47,12 @@ _MOST_PLACES = 256
 
 
 @dataclass(frozen=True)
-class BlockPlaces:
+class BlankPlaces:
     """Says which tokens of a step are what, by their indices in the step's own order.
 
     Attributes:
-        rows_X: (P + R,) the P tokens of pairs, and then the R tokens of blocks that give keys and values.
-        queries_R: (R,) the tokens of blocks that query.
+        rows_X: (P + R,) the P tokens of pairs, and then the R blanks that give keys and values.
+        queries_R: (R,) the blanks that query.
         unseen: is a layer causal -> (T, L) float32: a bias by distance, -inf for rows that a query does not see.
     """
 
@@ -66,14 +66,14 @@ class BlockPlaces:
 
 
 @dataclass(frozen=True)
-class BlockLayer:
-    """Computes a layer for the tokens of blocks, and stores keys and values of fused streams and of blocks.
+class BlankLayer:
+    """Computes a layer for blanks, and stores keys and values of fused streams and of blanks.
 
     Attributes:
         norms: norm what attention and the MLP read.
         q, kv: the products for queries, and for keys and values.
         head_norms: norm each head's query and key.
-        is_causal: whether a token of a block sees only the tokens before it in the block, and itself.
+        is_causal: whether a blank sees only the blanks of its request before it, and itself.
     """
 
     index: int
@@ -86,8 +86,8 @@ class BlockLayer:
     mlp: Function
     is_causal: bool
 
-    def __call__(self, x_RM: Tensor, fused_PM: Tensor, step: Step, places: BlockPlaces, angles: Angles) -> Tensor:
-        """Return the rows of blocks after this layer, (R, M). `angles` are those of `places.rows_X`."""
+    def __call__(self, x_RM: Tensor, fused_PM: Tensor, step: Step, places: BlankPlaces, angles: Angles) -> Tensor:
+        """Return the rows of blanks after this layer, (R, M). `angles` are those of `places.rows_X`."""
         spec, n_tokens, n_queries = self.spec, len(step.token_ids), len(x_RM)
         normed_RM = self.norms[0](x_RM) if n_queries else x_RM
         kv = self.kv(torch.cat([fused_PM, normed_RM])).view(-1, 2 * spec.n_kv_heads, spec.head_dim)
@@ -108,30 +108,30 @@ class BlockLayer:
 
 
 class DFlashHead:
-    """Drafts a block of tokens at once: see `BlockHead`.
+    """Drafts several tokens at once: see `BlankHead`.
 
     Args:
         model: the model that it was trained for.
         reads: the layers after which it reads, ascending. After the last one, it reads the normed states.
         fused: the product of the streams, (M, len(reads) M), and the norm after it.
-        block_size: how many tokens a block has, the newest one of the text included.
+        n_blanks: how many blanks a request has, the newest token of the text included.
         mask_id: the token that stands for those that are drafted.
         embed: looks up the embeddings of tokens.
         norm: norms what the last layer returns.
     """
 
     def __init__(
-        self, model: Decoder, reads: tuple[int, ...], fused: tuple[Linear, Function], block_size: int, mask_id: int,
-        embed: Function, rotary: Rotary, layers: Sequence[BlockLayer], norm: Function,
+        self, model: Decoder, reads: tuple[int, ...], fused: tuple[Linear, Function], n_blanks: int, mask_id: int,
+        embed: Function, rotary: Rotary, layers: Sequence[BlankLayer], norm: Function,
     ) -> None:  # fmt: skip
         spec, last = model.memory_spec, len(model.memory_spec.layers) - 1
         self.after = tuple(i for i in reads if i != last)
-        self.n_drafted = block_size - 1
+        self.n_drafted = n_blanks - 1
         self.is_recordable = model.is_recordable
         self._reads_last = last in reads
         self._fused, self._mask_id, self._embed, self._rotary = fused, mask_id, embed, rotary
         self._layers, self._norm, self._vocabulary = layers, norm, model.vocabulary
-        self._places = dict[tuple[int, ...], BlockPlaces]()
+        self._places = dict[tuple[int, ...], BlankPlaces]()
         self.memory_spec = MemorySpec(
             layers=tuple((layer.spec,) for layer in layers), vocab_size=spec.vocab_size, dtype=spec.dtype,
             device=spec.device, model=f"the draft head of {spec.model}",
@@ -166,11 +166,11 @@ class DFlashHead:
 
     @property
     def n_fed(self) -> int:
-        """Return how many tokens of a step a block takes."""
+        """See `BlankHead`."""
         return 2 * (self.n_drafted + 1)
 
-    def block_after(self, token_id: int) -> list[int]:
-        """See `BlockHead`."""
+    def blanks_after(self, token_id: int) -> list[int]:
+        """See `BlankHead`."""
         return [token_id, *[self._mask_id] * self.n_drafted] * 2
 
     def read(self, rows_TR: Tensor) -> Tensor:
@@ -183,16 +183,16 @@ class DFlashHead:
         return fused_TM
 
     def __call__(self, step: Step, rows_PM: Tensor, n_pairs: Sequence[int]) -> Tensor:
-        """See `BlockHead`."""
+        """See `BlankHead`."""
         return self.at(step, rows_PM, self.places(step, n_pairs))
 
-    def places(self, step: Step, n_pairs: Sequence[int]) -> BlockPlaces:
-        """Return which tokens of a step are what. Raises StepError if requests are no pairs with or without a block."""
+    def places(self, step: Step, n_pairs: Sequence[int]) -> BlankPlaces:
+        """Return which tokens of a step are what. Raises StepError if requests are no pairs with or without blanks."""
         counts, size = step.tokens.counts.tolist(), self.n_drafted + 1
         if len(n_pairs) != len(counts) or any(n - m not in (0, 2 * size) for n, m in zip(counts, n_pairs, strict=True)):
             raise StepError(
                 f"{list(n_pairs)} pairs in requests of {counts} tokens; a request is pairs alone, or pairs and then "
-                f"the {2 * size} tokens of `block_after`"
+                f"the {2 * size} tokens of `blanks_after`"
             )
         firsts = _firsts_of(step, counts)
         key = (*firsts, *counts, *n_pairs)
@@ -210,13 +210,13 @@ class DFlashHead:
             is_causal: _unseen(size, queries_R, sum(counts), is_causal=is_causal)
             for is_causal in {layer.is_causal for layer in self._layers}
         }
-        places = BlockPlaces(torch.tensor(pairs + keys, device=device), queries_R, unseen)
+        places = BlankPlaces(torch.tensor(pairs + keys, device=device), queries_R, unseen)
         if len(self._places) >= _MOST_PLACES:
             self._places.clear()
         self._places[key] = places
         return places
 
-    def at(self, step: Step, rows_PM: Tensor, places: BlockPlaces) -> Tensor:
+    def at(self, step: Step, rows_PM: Tensor, places: BlankPlaces) -> Tensor:
         """Do what `__call__` does, for tokens whose places are known already."""
         step.check_model(self.memory_spec)
         with without_gradients():
@@ -224,11 +224,11 @@ class DFlashHead:
             x_RM = self._embed(step.token_ids[places.keys_R])
             for layer in self._layers:
                 x_RM = layer(x_RM, rows_PM, step, places, angles)
-            x_BNM = x_RM.view(-1, self.n_drafted + 1, x_RM.shape[1])[:, 1:]
-            if not len(x_BNM):
+            x_SNM = x_RM.view(-1, self.n_drafted + 1, x_RM.shape[1])[:, 1:]
+            if not len(x_SNM):
                 return x_RM.new_empty(0, self.n_drafted, self.memory_spec.vocab_size)
-            logits = self._vocabulary.logits(self._norm(x_BNM.flatten(0, 1)))
-            return logits.view(len(x_BNM), self.n_drafted, -1)
+            logits = self._vocabulary.logits(self._norm(x_SNM.flatten(0, 1)))
+            return logits.view(len(x_SNM), self.n_drafted, -1)
 
 
 class _Options:
@@ -246,7 +246,10 @@ class _Options:
         return int(self.of("block_size", 16))
 
     def layer_kind(self, i: int) -> tuple[int | None, bool]:
-        """Return the window of layer i's attention, as a spec counts it for rows of a block; and if it is causal."""
+        """Return the window of layer i's attention, and whether it is causal.
+
+        The window is counted as a spec does, where blanks are fed twice.
+        """
         kinds = getattr(self._config, "layer_types", None)
         kind = kinds[i] if kinds else "full_attention"
         if kind not in ("full_attention", "sliding_attention"):
@@ -264,7 +267,7 @@ class _Options:
         if window < self.block_size:
             raise UnsupportedModelError(
                 f"sliding_window={self._config.sliding_window} and block_size={self.block_size}; implemented are "
-                "windows of a block or more, in which all tokens of the block see each other"
+                "windows in which all tokens of a block see each other"
             )
         return window + self.block_size, is_causal
 
@@ -289,7 +292,7 @@ class _Options:
         if mask_id is None or not 0 <= mask_id < n_tokens:
             raise UnsupportedModelError(f"mask_token_id={mask_id}; implemented is one of the model's {n_tokens} tokens")
         if self.block_size < 2:
-            raise UnsupportedModelError(f"block_size={self.block_size}; a block that drafts has 2 tokens or more")
+            raise UnsupportedModelError(f"block_size={self.block_size}; implemented are 2 tokens or more")
         for name, neutral in _NEUTRAL.items():
             if (value := self.of(name, neutral)) != neutral:
                 raise UnsupportedModelError(f"{name}={value!r}; implemented is {neutral!r}")
@@ -297,7 +300,7 @@ class _Options:
 
 def _load_layer(
     config: PreTrainedConfig, options: _Options, checkpoint: Checkpoint, i: int, rotary: Rotary
-) -> BlockLayer:
+) -> BlankLayer:
     n_model, head_dim, prefix = config.hidden_size, head_dim_of(config), f"layers.{i}"
     window, is_causal = options.layer_kind(i)
     spec = AttentionSpec(
@@ -316,7 +319,7 @@ def _load_layer(
     kv_bias = None if k_bias is None or v_bias is None else joined(k_bias, v_bias)
     norms = [_load_norm(config, checkpoint, f"{prefix}.{x}_layernorm") for x in ("input", "post_attention")]
     heads = [_load_norm(config, checkpoint, f"{prefix}.self_attn.{x}_norm", head_dim) for x in "qk"]
-    return BlockLayer(
+    return BlankLayer(
         i, spec, (norms[0], norms[1]), Linear(q, bias=q_bias), Linear(k, v, bias=kv_bias),
         Linear.load(checkpoint, f"{prefix}.self_attn.o_proj", n_model, n_q, has_bias=has_bias), (heads[0], heads[1]),
         GatedMLP.load(checkpoint, f"{prefix}.mlp", n_model, config.intermediate_size, config.hidden_act), is_causal,
@@ -344,11 +347,11 @@ def _unseen(size: int, queries_R: Tensor, n_tokens: int, *, is_causal: bool) -> 
     """Return (T, size + 1) biases by distance: -inf for rows of queries, and for later keys if a layer is causal.
 
     Query j has rows of j + 1 queries at the distances 0 ... j, its own among them. Before them is the last key of its
-    block. Key i is at the distance size + j - i.
+    request's blanks: key i is at the distance size + j - i.
     """
     bias_TL = torch.zeros(n_tokens, size + 1, device=queries_R.device)
-    if n_blocks := len(queries_R) // size:
+    if n_requests := len(queries_R) // size:
         nearest = torch.full((size,), size) if is_causal else torch.arange(1, size + 1)
         unseen_BL = torch.where(torch.arange(size + 1) < nearest[:, None], -torch.inf, 0.0)
-        bias_TL[queries_R] = unseen_BL.repeat(n_blocks, 1).to(bias_TL.device)
+        bias_TL[queries_R] = unseen_BL.repeat(n_requests, 1).to(bias_TL.device)
     return bias_TL

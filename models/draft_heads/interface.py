@@ -7,8 +7,8 @@ position i, and token i + 1. From the pair of the last position it drafts token 
     the head is fed         h0   h1   h2   ...  h n-1
                             t1   t2   t3   ...  t n     -> drafts t n+1
 
-There are two kinds of heads. A `DraftHead` drafts one token at a time, and continues from its own rows. A `BlockHead`
-drafts a block of tokens at once: after the pairs, it is fed tokens that stand for those that it drafts.
+There are two kinds of heads. A `DraftHead` drafts one token at a time, and continues from its own rows. A `BlankHead`
+drafts several tokens at once: after the pairs, it is fed blanks, which stand for the tokens that it drafts.
 
 What a head remembers of earlier pairs is in a memory of its own, made from its `memory_spec`: position i there is the
 pair of position i, so a sequence of that memory is as long as the model's, is rolled back to the same lengths, and is
@@ -60,13 +60,13 @@ class DraftHead(Protocol):
 
 
 @runtime_checkable
-class BlockHead(Protocol):
-    """Drafts a block of tokens at once from the hidden states of one model.
+class BlankHead(Protocol):
+    """Drafts several tokens at once from the hidden states of one model, by filling blanks.
 
     Attributes:
         memory_spec, after: see `DraftHead`.
-        n_drafted: how many tokens a block drafts.
-        n_fed: how many tokens a block takes in a step, after the pairs of its sequence.
+        n_drafted: how many tokens it drafts for a request.
+        n_fed: how many tokens are fed for the blanks of a request, after its pairs.
     """
 
     memory_spec: MemorySpec
@@ -80,10 +80,10 @@ class BlockHead(Protocol):
         """Return the part of the model's rows that the head reads, as `DraftHead.read`."""
         ...
 
-    def block_after(self, token_id: int) -> list[int]:
+    def blanks_after(self, token_id: int) -> list[int]:
         """Return the tokens to feed after a sequence's pairs, so that the head drafts what follows this token.
 
-        They are no part of the text. Before the step ends, `step.accept` must keep the pairs alone.
+        They are blanks, and no part of the text. Before the step ends, `step.accept` must keep the pairs alone.
 
         Args:
             token_id: the newest token of the text, which is also the second element of the last pair.
@@ -91,13 +91,13 @@ class BlockHead(Protocol):
         ...
 
     def __call__(self, step: Step, rows_PM: Tensor, n_pairs: Sequence[int]) -> Tensor:
-        """Feed pairs to the head, and draft for the requests that go on with a block.
+        """Feed pairs to the head, and draft for the requests that go on with blanks.
 
         Args:
             step: an open step of a memory of `memory_spec`. A request is the second elements of pairs, and perhaps the
-                tokens of `block_after`.
+                tokens of `blanks_after`.
             rows_PM: the first elements of all pairs, (P, M) from `read`, request after request in the caller's order.
             n_pairs: how many pairs each request has, in the caller's order.
-        Returns the logits (blocks, n_drafted, vocab), in the caller's order.
+        Returns the logits (requests with blanks, n_drafted, vocab), in the caller's order.
         """
         ...

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hybridmem.memory import SpecError
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.draft_heads import BlockHead, DFlashHead, DraftHead, Eagle3Head
+from hybridmem.models.draft_heads import BlankHead, DFlashHead, DraftHead, Eagle3Head
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import find_folder
@@ -21,7 +21,7 @@ from hybridmem.models.weights.formats import WeightFormat, weights_in
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-AnyHead = DraftHead | BlockHead
+AnyHead = DraftHead | BlankHead
 
 
 def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "auto") -> AnyHead:

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from hybridmem.memory import HybridMemory, StepError
 from hybridmem.models import UnsupportedModelError, load_model
-from hybridmem.models.draft_heads import DFlashHead, HiddenRows, RecordedBlockHead
+from hybridmem.models.draft_heads import DFlashHead, HiddenRows, RecordedBlankHead
 from hybridmem.models.loading.draft_heads import load_draft_head
 from tests.models.checkpoints import draw_tokens
 from tests.models.draft_heads.dflash_checkpoints import (
@@ -40,9 +40,9 @@ def draft(model: Any, head: Any, ends: Iterable[int], call: Any = None) -> list[
         rows_TM = head.read(HiddenRows(model, head.after)(step))
     alice, bob, found, first = own.open(), own.open(), [], 0
     for i, end in enumerate(ends):
-        pairs, block, n = TOKENS[first + 1 : end], head.block_after(TOKENS[end - 1]), end - 1 - first
-        others = [TOKENS[3], *(head.block_after(TOKENS[3]) if i % 2 else [])]
-        with own.step([(bob, others), (alice, [*pairs, *block])] if i else {alice: [*pairs, *block]}) as step:
+        pairs, blanks, n = TOKENS[first + 1 : end], head.blanks_after(TOKENS[end - 1]), end - 1 - first
+        others = [TOKENS[3], *(head.blanks_after(TOKENS[3]) if i % 2 else [])]
+        with own.step([(bob, others), (alice, [*pairs, *blanks])] if i else {alice: [*pairs, *blanks]}) as step:
             rows_PM, n_pairs = rows_TM[first : first + n], [n]
             if i:
                 rows_PM, n_pairs = torch.cat([rows_TM[2:3], rows_PM]), [1, n]
@@ -55,7 +55,7 @@ def draft(model: Any, head: Any, ends: Iterable[int], call: Any = None) -> list[
 
 
 @pytest.mark.parametrize("reads", [[0, 2, 3], [1, 4]])
-def test_blocks_are_those_of_transformers(reads: list[int], tmp_path: Path) -> None:
+def test_drafts_are_those_of_transformers(reads: list[int], tmp_path: Path) -> None:
     """The last layer's states are normed, in transformers as here."""
     target = write_target(tmp_path / "target")
     peer = write_head(tmp_path / "head", target, target_layer_ids=reads)
@@ -133,14 +133,14 @@ def test_replays_have_the_bits_of_the_steps_they_stand_for(tmp_path: Path, monke
         return run(*given)
 
     monkeypatch.setattr(DFlashHead, "at", count)
-    recorded, memories = RecordedBlockHead(head), [HybridMemory(head.memory_spec, "1MiB") for _ in range(2)]
+    recorded, memories = RecordedBlankHead(head), [HybridMemory(head.memory_spec, "1MiB") for _ in range(2)]
     sequences, generator = [memory.open() for memory in memories], torch.Generator().manual_seed(1)
     for i in range(24):
         n = 1 + i % 2
         rows_PM = torch.randn(n, target.config.hidden_size, generator=generator)
         found, tokens = [], torch.randint(0, 40, (n,), generator=generator).tolist()
         for call, memory, own in zip((head, recorded), memories, sequences, strict=True):
-            with memory.step({own: [*tokens, *head.block_after(tokens[-1])]}) as step:
+            with memory.step({own: [*tokens, *head.blanks_after(tokens[-1])]}) as step:
                 found.append(call(step, rows_PM, [n]))
                 step.accept({own: n})
         assert torch.equal(*found)

@@ -1,7 +1,7 @@
-"""Drafts the next tokens of an engine's replies with a head that drafts a block of tokens at once.
+"""Drafts the next tokens of an engine's replies with a head that drafts several tokens at once.
 
-The head's sequences follow the text as those of other heads do (`chat.engine.head_drafts`). A block is fed after the
-pairs of a sequence, in the same step, and is never kept.
+The head's sequences follow the text as those of other heads do (`chat.engine.head_drafts`). Blanks are fed after
+the pairs of a sequence, in the same step, and are never kept.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from hybridmem.memory import AttentionSpec, HybridMemory, SpecError, Step
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.sequences import uninterrupted
 from hybridmem.models import LanguageModel
-from hybridmem.models.draft_heads import BlockHead, DraftHead, RecordedBlockHead
+from hybridmem.models.draft_heads import BlankHead, DraftHead, RecordedBlankHead
 
 
-class BlockDrafter(HeadDrafter):
-    """Drafts with a head of the model that drafts a block of tokens at once. Arguments are those of `HeadDrafter`.
+class BlankDrafter(HeadDrafter):
+    """Drafts with a head of the model that fills blanks. Arguments are those of `HeadDrafter`.
 
     Raises:
-        SpecError: as `HeadDrafter`, or the head's memory cannot take back a block because of its layers with a window.
+        SpecError: as `HeadDrafter`, or the head's memory cannot take blanks back because of its layers with a window.
     """
 
     drafts_at_once = True
 
     def __init__(
-        self, model: LanguageModel, head: BlockHead, memory: HybridMemory, *, prefixes: PrefixCache | None = None,
+        self, model: LanguageModel, head: BlankHead, memory: HybridMemory, *, prefixes: PrefixCache | None = None,
         step_tokens: int = STEP_TOKENS,
     ) -> None:  # fmt: skip
         super().__init__(model, cast(DraftHead, head), memory, prefixes=prefixes, step_tokens=step_tokens)
@@ -42,10 +42,10 @@ class BlockDrafter(HeadDrafter):
         )
         if has_window and memory.rollback_window < head.n_fed:
             raise SpecError(
-                f"the draft head's memory has rollback_window={memory.rollback_window}, and {head.n_fed} tokens of a "
-                f"block must be taken back; give it rollback_window={head.n_fed}"
+                f"the draft head's memory has rollback_window={memory.rollback_window}, and {head.n_fed} tokens of "
+                f"blanks must be taken back; give it rollback_window={head.n_fed}"
             )
-        self._block_head, self._blocks = head, RecordedBlockHead(head)
+        self._blank_head, self._blanks = head, RecordedBlankHead(head)
         self.most_drafted = min(self.most_drafted, head.n_drafted)
 
     def _advance(self, guesses: dict[Job, Guess]) -> None:
@@ -53,27 +53,27 @@ class BlockDrafter(HeadDrafter):
         started = time.perf_counter()
         requests, n_pairs = [], [len(guess.next_ids) for guess in guesses.values()]
         for job, guess in guesses.items():
-            block = self._block_head.block_after(guess.next_ids[-1]) if guess.most_tokens else []
-            requests.append((self._followers[job].sequence, [*guess.next_ids, *block]))
+            blanks = self._blank_head.blanks_after(guess.next_ids[-1]) if guess.most_tokens else []
+            requests.append((self._followers[job].sequence, [*guess.next_ids, *blanks]))
         rows_PM = cat([self._rows_beside(job, guess) for job, guess in guesses.items()])
         growing = [(job, guess) for job, guess in guesses.items() if guess.most_tokens]
 
         def run(step: Step) -> Tensor:
-            return self._blocks(step, rows_PM, n_pairs)
+            return self._blanks(step, rows_PM, n_pairs)
 
-        def take_blocks_back(logits_BNV: Tensor, step: Step) -> Tensor:
+        def take_blanks_back(logits_SNV: Tensor, step: Step) -> Tensor:
             step.accept({sequence: n for (sequence, _), n in zip(requests, n_pairs, strict=True)})
-            return logits_BNV
+            return logits_SNV
 
-        def keep(logits_BNV: Tensor) -> None:
-            for (job, guess), rows_NV in zip(growing, logits_BNV, strict=True):
+        def keep(logits_SNV: Tensor) -> None:
+            for (job, guess), rows_NV in zip(growing, logits_SNV, strict=True):
                 self._fill(guess, rows_NV, job.request.output.end_ids)
 
-        take_step(run, self.memory.step(requests), take_blocks_back, keep, uninterrupted())
+        take_step(run, self.memory.step(requests), take_blanks_back, keep, uninterrupted())
         self.noted.append((max(1, len(growing)), time.perf_counter() - started))
 
     def _fill(self, guess: Guess, rows_NV: Tensor, end_ids: tuple[int, ...]) -> None:
-        """Guess the tokens of a draft from the logits of its block. With a sampler, each depends on those before."""
+        """Guess the tokens of a draft from the logits of its blanks. With a sampler, each depends on those before."""
         rows_NV = self._fit(rows_NV[: guess.most_tokens])
         likeliest = guess_tokens(rows_NV, [None] * len(rows_NV)) if guess.sampler is None else None
         for i in range(len(rows_NV)):
@@ -83,5 +83,5 @@ class BlockDrafter(HeadDrafter):
 
     @staticmethod
     def _going(guesses: dict[Job, Guess]) -> dict[Job, Guess]:
-        """Return nothing, because a block drafts all its tokens at once."""
+        """Return nothing, because all tokens of a draft are drafted at once."""
         return {}

@@ -1,4 +1,4 @@
-"""A head that drafts blocks drafts in the engine. Replies are the same with its drafts, whatever the head remembers."""
+"""A head that fills blanks drafts in the engine. Replies are the same with its drafts, whatever the head remembers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hybridmem.chat.engine.block_drafts import BlockDrafter
+from hybridmem.chat.engine.blank_drafts import BlankDrafter
 from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import load_model
@@ -32,7 +32,7 @@ class Pair(NamedTuple):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Load a random model with recurrent layers, and a random head for it."""
-    folder: Path = tmp_path_factory.mktemp("with-blocks")
+    folder: Path = tmp_path_factory.mktemp("with-blanks")
     torch.manual_seed(3)
     target = AutoModelForCausalLM.from_config(qwen3_5_config()).eval()
     randomise_(target)
@@ -42,13 +42,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return Pair(model, load_draft_head(folder / "head", model))
 
 
-def make_drafter(pair: Pair, budget: str = "4MiB", *, caches: bool = False, **options: Any) -> BlockDrafter:
+def make_drafter(pair: Pair, budget: str = "4MiB", *, caches: bool = False, **options: Any) -> BlankDrafter:
     memory = make_memory(pair.head, budget, rollback_window=2 * BLOCK)
-    return BlockDrafter(pair.model, pair.head, memory, prefixes=PrefixCache(memory) if caches else None, **options)
+    return BlankDrafter(pair.model, pair.head, memory, prefixes=PrefixCache(memory) if caches else None, **options)
 
 
 @pytest.mark.parametrize(("seed", "budget"), pick([(1, "4MiB"), (0, "64KiB")], [*product(range(6), ("4MiB", "64KiB"))]))
-def test_replies_are_the_same_with_drafts_of_blocks(pair: Pair, seed: int, budget: str) -> None:
+def test_replies_are_the_same_with_drafts_of_blanks(pair: Pair, seed: int, budget: str) -> None:
     """Choices fork, prompts have common beginnings, and replies are preempted.
 
     Sometimes the head's own memory has too little room.
@@ -66,7 +66,7 @@ def test_replies_are_the_same_with_drafts_of_blocks(pair: Pair, seed: int, budge
 
 
 def test_drafts_are_what_the_head_says_of_the_whole_text(pair: Pair) -> None:
-    """The head remembers the right rows after blocks, chunks of a prompt, and pairs that were fed ahead."""
+    """The head remembers the right rows after blanks, chunks of a prompt, and pairs that were fed ahead."""
     drafter, seen = make_drafter(pair), dict[int, list[int]]()
     engine, propose = follow(pair.model, drafter, step_tokens=24, max_running=4), drafter.draft
 
@@ -86,12 +86,12 @@ def test_drafts_are_what_the_head_says_of_the_whole_text(pair: Pair) -> None:
         with memory.step({memory.open(): text[: n_text - 1]}) as step:
             rows_TM = head.read(HiddenRows(pair.model, head.after)(step))
         sequence, tokens = own.open(), text[1:n_text]
-        with own.step({sequence: [*tokens, *head.block_after(tokens[-1])]}) as step:
-            logits_BNV = head(step, rows_TM, [len(tokens)])
+        with own.step({sequence: [*tokens, *head.blanks_after(tokens[-1])]}) as step:
+            logits_SNV = head(step, rows_TM, [len(tokens)])
             step.accept({sequence: len(tokens)})
-        assert draft == logits_BNV[0].argmax(-1).tolist()[: len(draft)]
+        assert draft == logits_SNV[0].argmax(-1).tolist()[: len(draft)]
 
 
-def test_a_memory_that_cannot_take_a_block_back_is_refused(pair: Pair) -> None:
-    with pytest.raises(SpecError, match="rollback_window=8, and 10 tokens of a block"):
-        BlockDrafter(pair.model, pair.head, HybridMemory(pair.head.memory_spec, "1MiB", rollback_window=8))
+def test_a_memory_that_cannot_take_blanks_back_is_refused(pair: Pair) -> None:
+    with pytest.raises(SpecError, match="rollback_window=8, and 10 tokens of blanks"):
+        BlankDrafter(pair.model, pair.head, HybridMemory(pair.head.memory_spec, "1MiB", rollback_window=8))
