@@ -35,15 +35,17 @@ from hybridmem.models.loading.draft_heads import load_draft_head
 from training.train_embedded import IGNORED, SPECIAL_TOKENS, Phase, make_batch
 from training.words import Words
 
-N_BLANKS, N_DRAFTS = 8, 32
-"""Blanks of a draft, the token before them included, and how many drafts of each dialogue are learnt in a batch."""
+N_BLANKS, N_DRAFTS, N_TIMES = 8, 32, 3
+"""Blanks of a draft, the token before them included; how many drafts of each dialogue are learnt in a step; and in how
+many steps the states of a batch are used, because computing them takes as long as learning from them.
+"""
 READS = [1, 4, 5]
 """The model's layers after which the head reads: those with attention, and the last one."""
 PEAK_RATE, DECAY = 3e-3, 4.0
 """The learning rate, and the number of tokens over which the weight of a later token falls by a factor of e."""
 PHASES = (
-    Phase(0.5, 192, 14, 0.5, 0.02, 0.2, (0.0, 0.15, 0.4), 0.5, 6, 0.4, 0.3, numbers=0.2, unknown=0.2),
-    Phase(1.0, 256, 10, 0.5, 0.02, 0.2, (0.0, 0.2, 0.6), 0.5, 6, 0.4, 0.3, numbers=0.2, unknown=0.2),
+    Phase(0.5, 192, 8, 0.5, 0.02, 0.2, (0.0, 0.15, 0.4), 0.5, 6, 0.4, 0.3, numbers=0.2, unknown=0.2),
+    Phase(1.0, 256, 6, 0.5, 0.02, 0.2, (0.0, 0.2, 0.6), 0.5, 6, 0.4, 0.3, numbers=0.2, unknown=0.2),
 )
 
 
@@ -127,8 +129,10 @@ def learn(
         phase = next(phase for phase in PHASES if share <= phase.until)
         for group in optimizer.param_groups:
             group["lr"] = PEAK_RATE * min(1, step / 100) * min(1, 1.5 * (1 - share) + 0.02)
-        ids_BT, labels_BT = make_batch(tokenizer, rng, words, phase)
-        loss = loss_of(head, embedding_VM, states(ids_BT), ids_BT, labels_BT, choose_anchors(labels_BT, generator))
+        if step % N_TIMES == 1:
+            ids_BT, labels_BT = make_batch(tokenizer, rng, words, phase)
+            states_BTR = states(ids_BT)
+        loss = loss_of(head, embedding_VM, states_BTR, ids_BT, labels_BT, choose_anchors(labels_BT, generator))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
@@ -157,7 +161,7 @@ def accepted_share(model: Decoder, tokenizer: Tokenizer, folder: Path, n_dialogu
 def train(
     model: Annotated[Path, typer.Option(help="folder of the model that the head is for")] = Path("models/embedded"),
     out: Annotated[Path, typer.Option(help="folder the head is written to")] = Path("models/embedded/draft_head"),
-    steps: int = 2000,
+    steps: int = 2400,
     seed: int = 0,
     threads: int = 1,
 ) -> None:

@@ -6,6 +6,7 @@ the pairs of a sequence, in the same step, and are never kept.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import cast
 
@@ -24,8 +25,11 @@ from hybridmem.models.draft_heads import BlankHead, DraftHead, RecordedBlankHead
 
 
 class BlankDrafter(HeadDrafter):
-    """Drafts with a head of the model that fills blanks. Arguments are those of `HeadDrafter`.
+    """Drafts with a head of the model that fills blanks. Other arguments are those of `HeadDrafter`.
 
+    Args:
+        least_chance: a draft ends before the first token of which the head is less sure than this: where the likeliest
+            token has a smaller probability.
     Raises:
         SpecError: as `HeadDrafter`, or the head's memory cannot take blanks back because of its layers with a window.
     """
@@ -34,7 +38,7 @@ class BlankDrafter(HeadDrafter):
 
     def __init__(
         self, model: LanguageModel, head: BlankHead, memory: HybridMemory, *, prefixes: PrefixCache | None = None,
-        step_tokens: int = STEP_TOKENS,
+        step_tokens: int = STEP_TOKENS, least_chance: float = 0.3,
     ) -> None:  # fmt: skip
         super().__init__(model, cast(DraftHead, head), memory, prefixes=prefixes, step_tokens=step_tokens)
         has_window = any(
@@ -45,7 +49,7 @@ class BlankDrafter(HeadDrafter):
                 f"the draft head's memory has rollback_window={memory.rollback_window}, and {head.n_fed} tokens of "
                 f"blanks must be taken back; give it rollback_window={head.n_fed}"
             )
-        self._blank_head, self._blanks = head, RecordedBlankHead(head)
+        self._blank_head, self._blanks, self._least_chance = head, RecordedBlankHead(head), least_chance
         self.most_drafted = min(self.most_drafted, head.n_drafted)
 
     def _advance(self, guesses: dict[Job, Guess]) -> None:
@@ -75,6 +79,8 @@ class BlankDrafter(HeadDrafter):
     def _fill(self, guess: Guess, rows_NV: Tensor, end_ids: tuple[int, ...]) -> None:
         """Guess the tokens of a draft from the logits of its blanks. With a sampler, each depends on those before."""
         rows_NV = self._fit(rows_NV[: guess.most_tokens])
+        is_sure_N = rows_NV.amax(-1) - rows_NV.logsumexp(-1) >= math.log(max(self._least_chance, 1e-9))
+        rows_NV = rows_NV[: int(is_sure_N.long().cumprod(0).sum())]
         likeliest = guess_tokens(rows_NV, [None] * len(rows_NV)) if guess.sampler is None else None
         for i in range(len(rows_NV)):
             if guess.is_ended:

@@ -42,8 +42,8 @@ _OF_AUTHORS = "DFlashDraftModel"
 _NEUTRAL = {"output_multiplier": 1.0, "final_logit_softcapping": None, "fc_layernorm": False, "selector_rank": None}
 """Options of such heads that are not implemented, with the values at which they do nothing."""
 
-_MOST_PLACES = 256
-"""The places of so many kinds of steps are remembered."""
+_MOST_PLACES, _MOST_KEPT_TOKENS = 256, 256
+"""The places of so many kinds of steps are remembered, if they have at most so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ class BlankLayer:
         if n_queries:
             q_RHD = self.head_norms[0](self.q(normed_RM).view(-1, spec.n_query_heads, spec.head_dim))
             q_THD.index_copy_(0, places.queries_R, turn(q_RHD, *(angle[-n_queries:] for angle in angles)))
-        unseen_TL = places.unseen[self.is_causal]
-        bias_THL = unseen_TL[:, None].expand(-1, spec.n_query_heads, -1)
+        bias_THL = None  # Without queries, what is seen does not matter.
+        if n_queries:
+            bias_THL = places.unseen[self.is_causal][:, None].expand(-1, spec.n_query_heads, -1)
         y_THD = step.attend(self.index, q_THD, k_TGD, v_TGD, bias=bias_THL)
         if not n_queries:
             return x_RM
@@ -211,9 +212,10 @@ class DFlashHead:
             for is_causal in {layer.is_causal for layer in self._layers}
         }
         places = BlankPlaces(torch.tensor(pairs + keys, device=device), queries_R, unseen)
-        if len(self._places) >= _MOST_PLACES:
-            self._places.clear()
-        self._places[key] = places
+        if sum(counts) <= _MOST_KEPT_TOKENS:
+            if len(self._places) >= _MOST_PLACES:
+                self._places.clear()
+            self._places[key] = places
         return places
 
     def at(self, step: Step, rows_PM: Tensor, places: BlankPlaces) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hybridmem.chat.engine.blank_drafts import BlankDrafter
+from hybridmem.chat.engine.draft_models import Guess
 from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import load_model
@@ -44,6 +45,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 def make_drafter(pair: Pair, budget: str = "4MiB", *, caches: bool = False, **options: Any) -> BlankDrafter:
     memory = make_memory(pair.head, budget, rollback_window=2 * BLOCK)
+    options = {"least_chance": 0.0} | options
     return BlankDrafter(pair.model, pair.head, memory, prefixes=PrefixCache(memory) if caches else None, **options)
 
 
@@ -90,6 +92,14 @@ def test_drafts_are_what_the_head_says_of_the_whole_text(pair: Pair) -> None:
             logits_SNV = head(step, rows_TM, [len(tokens)])
             step.accept({sequence: len(tokens)})
         assert draft == logits_SNV[0].argmax(-1).tolist()[: len(draft)]
+
+
+def test_a_draft_ends_before_the_first_token_that_the_head_is_unsure_of(pair: Pair) -> None:
+    drafter = make_drafter(pair, least_chance=0.5)
+    chances_NV = torch.tensor([[0.1, 0.9, 0], [0, 0.4, 0.6], [0.4, 0.35, 0.25], [0, 0, 1]])
+    guess = Guess(4, None)
+    drafter._fill(guess, (chances_NV + 1e-9).log(), ())
+    assert guess.token_ids == [1, 2]
 
 
 def test_a_memory_that_cannot_take_blanks_back_is_refused(pair: Pair) -> None:
