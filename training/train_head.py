@@ -3,9 +3,9 @@
     python -m training.train_head --model models/embedded --out models/embedded/draft_head
 
 The model stays as it is. The head learns to say the next tokens of replies from the model's hidden states, in
-dialogues like those on which the model was trained. Its class and files are transformers' own. All random choices are
-seeded. At the end, the engine drafts replies to questions about held-out words, and the share of accepted tokens is
-written beside the weights.
+dialogues like those on which the model was trained. Its class is transformers' own, and its files are named as the
+authors of DFlash name theirs. All random choices are seeded. At the end, the engine drafts replies to questions about
+held-out words, and the share of accepted tokens is written beside the weights.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedTokenizerFast
 
@@ -142,6 +143,26 @@ def learn(
             print(json.dumps({"step": step, "minutes": minutes, "loss": round(loss.item(), 4)}), flush=True)
 
 
+def write_head(head: MuseGlimmerAssistantModel, folder: Path) -> None:
+    """Write a head in bfloat16. Its config has the type of Qwen3's, which older versions of transformers know."""
+    own = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
+    tensors = {own.get(name, name): x.detach().to(torch.bfloat16) for name, x in head.state_dict().items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    sizes = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "rms_norm_eps", "rope_parameters", "layer_types", "max_position_embeddings",
+    )  # fmt: skip
+    config = {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu",
+        "dtype": "bfloat16", **{name: getattr(head.config, name) for name in sizes},
+        "dflash_config": {
+            "block_size": N_BLANKS, "mask_token_id": head.config.mask_token_id, "target_layer_ids": READS,
+        },
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def accepted_share(model: Decoder, tokenizer: Tokenizer, folder: Path, n_dialogues: int = 100) -> dict[str, float]:
     """Return the share of drafted tokens that are accepted, and tokens a step, where each step drafts all it can."""
     head = load_draft_head(folder, model)
@@ -172,7 +193,7 @@ def train(
     assert isinstance(loaded, Decoder), "a Jamba is one"
     started, head = time.monotonic(), make_head(loaded)
     learn(head.train(), loaded, PreTrainedTokenizerFast.from_pretrained(model), steps, seed + 1)
-    head.to(torch.bfloat16).save_pretrained(out)
+    write_head(head, out)
     report = {"seed": seed, "steps": steps, "minutes": (time.monotonic() - started) / 60}
     report |= accepted_share(loaded, load_tokenizer(model), out)
     print(json.dumps(report), flush=True)

@@ -262,7 +262,9 @@ def test_a_draft_head_takes_its_part_of_the_budget(tmp_path: Path) -> None:
     assert {key: other[key] for key in ("weight_bytes", "draft_session", "n_sessions")} == {
         key: own[key] for key in ("weight_bytes", "draft_session", "n_sessions")
     }
-    assert planned("embedded", "--draft-head", "auto")["draft_session"] is None, "it has no head"
+    embedded = load_model("embedded", draft_head=True)
+    planned_beside = planned("embedded", "--draft-head", "auto")["draft_session"]
+    assert planned_beside["by_kind"] == held_bytes(embedded.draft_head.memory_spec, 1024, 64)
     for options, message in (
         (["--model", str(place), "--draft-head", str(EMBEDDED)], "holds no draft head"),
         (["--model", str(place), "--draft-head", "auto", "--draft-model", "embedded"], "leave one out"),
