@@ -25,8 +25,8 @@ _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The operator that `scaled_dot_product_attention` calls on a CPU. It also returns the sums of weights."""
 
 _FEW_QUERIES, _FEW_UNFUSED = 16, 32
-"""Requests with at most so many queries read pages in place. The second limit is for scores that torch's fused attention
-cannot compute, because attention of several operators takes longer.
+"""Requests with at most so many queries read pages in place. The second limit is for scores that torch's fused
+attention cannot compute, because attention of several operators takes longer.
 """
 _MOST_QUERIES, _ROWS, _MOST_ELEMENTS = 1024, 1024, 1 << 22
 """The limits of one call with many queries: the number of queries, of rows, and of elements of the queries."""
