@@ -61,7 +61,12 @@ def test_a_draft_head_changes_no_reply_and_shares_the_budget(folder: Path, tmp_p
 def test_inspect_says_that_a_checkpoint_has_a_head(folder: Path) -> None:
     facts = inspect_path(folder).facts
     assert "draft head" in facts and "tensors that nobody asks for" not in facts
-    assert inspect_path(Path(EMBEDDED)).facts["draft head"].endswith("from draft_head/")
+    shutil.copytree(folder, folder / "draft_head")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {n: x for n, x in tensors.items() if not n.startswith("mtp.")}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert inspect_path(folder).facts["draft head"].endswith("from draft_head/")
+    assert "draft head" not in inspect_path(Path(EMBEDDED)).facts
 
 
 def test_options_that_exclude_each_other_and_folders_without_a_head_are_refused(folder: Path) -> None:
