@@ -50,10 +50,12 @@ def make_head_drafter(
         return None, memory
     window, whole = memory.get("rollback_window", ROLLBACK_WINDOW), read_budget(memory["budget"])
     share = draft_share(model.memory_spec, head.memory_spec, window)
-    fills_blanks = isinstance(head, BlankHead)
-    own = HybridMemory(
-        head.memory_spec, int(whole * share), rollback_window=max(window, head.n_fed) if fills_blanks else window
-    )
-    make = BlankDrafter if fills_blanks else HeadDrafter
-    drafter: HeadDrafter = make(model, head, own, prefixes=PrefixCache(own) if has_cache else None)
+    budget = int(whole * share)
+    drafter: HeadDrafter
+    if isinstance(head, BlankHead):
+        own = HybridMemory(head.memory_spec, budget, rollback_window=max(window, head.n_fed))
+        drafter = BlankDrafter(model, head, own, prefixes=PrefixCache(own) if has_cache else None)
+    else:
+        own = HybridMemory(head.memory_spec, budget, rollback_window=window)
+        drafter = HeadDrafter(model, head, own, prefixes=PrefixCache(own) if has_cache else None)
     return drafter, memory | {"budget": whole - own.budget_bytes}
