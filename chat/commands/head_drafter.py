@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from hybridmem.chat.commands.drafter import draft_share
+from hybridmem.chat.engine.blank_drafts import BlankDrafter
 from hybridmem.chat.engine.head_drafts import HeadDrafter
 from hybridmem.defaults import ROLLBACK_WINDOW
 from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.memory.blocks import read_budget
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import LanguageModel
+from hybridmem.models.draft_heads import BlankHead
 from hybridmem.models.loading.draft_heads import load_draft_head
 
 NONE, AUTO = "none", "auto"
@@ -48,6 +50,12 @@ def make_head_drafter(
         return None, memory
     window, whole = memory.get("rollback_window", ROLLBACK_WINDOW), read_budget(memory["budget"])
     share = draft_share(model.memory_spec, head.memory_spec, window)
-    own = HybridMemory(head.memory_spec, int(whole * share), rollback_window=window)
-    drafter = HeadDrafter(model, head, own, prefixes=PrefixCache(own) if has_cache else None)
+    budget = int(whole * share)
+    drafter: HeadDrafter
+    if isinstance(head, BlankHead):
+        own = HybridMemory(head.memory_spec, budget, rollback_window=max(window, head.n_fed))
+        drafter = BlankDrafter(model, head, own, prefixes=PrefixCache(own) if has_cache else None)
+    else:
+        own = HybridMemory(head.memory_spec, budget, rollback_window=window)
+        drafter = HeadDrafter(model, head, own, prefixes=PrefixCache(own) if has_cache else None)
     return drafter, memory | {"budget": whole - own.budget_bytes}

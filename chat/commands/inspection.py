@@ -21,6 +21,7 @@ from hybridmem.chat.stored.database import FILE, PREFIXES
 from hybridmem.memory import AttentionSpec, FormatError, MemorySpec, RecurrentSpec
 from hybridmem.memory.storage import CHECKPOINTS_FILE, read_blocks, read_family
 from hybridmem.models.layers.decoder import Decoder
+from hybridmem.models.loading.draft_heads import folder_beside
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.gguf import GgufFile, is_gguf, read_gguf_config
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MOST_TENSORS = 8
+_TAKEN = "yes: load_model(draft_head=True) and --draft-head auto take it"
 _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BOOL": 8, "U8": 8, "I8": 8, "F4": 4}
 """The bits of each dtype, by its name in safetensors. Names that are missing here end in the number of bits, 8 or 16.
 """
@@ -258,15 +260,33 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
     }
     if checkpoint is None:
         return facts | {"loads": "its config does; there are no weights beside it"}
-    head = model.load_draft_head(checkpoint) if isinstance(model, Decoder) else None
+    has_head = _describe_draft_head(model, checkpoint) or _describe_head_beside(path)
     left = checkpoint.leftovers()
     return facts | {
-        **({} if head is None else {"draft head": "yes: load_model(draft_head=True) and --draft-head auto take it"}),
+        **({} if has_head is None else {"draft head": has_head}),
         "tensors": len(checkpoint),
         **({"tensors of their own, although the config ties them": list(own)} if (own := checkpoint.differing) else {}),
         **({"tensors that nobody asks for": left[:MOST_TENSORS]} if left else {}),
         "loads": "yes",
     }
+
+
+def _describe_draft_head(model: object, checkpoint: UnreadCheckpoint) -> str | None:
+    """Say whether the checkpoint's draft head can be loaded. None: it has none."""
+    if not isinstance(model, Decoder):
+        return None
+    try:
+        head = model.load_draft_head(checkpoint)
+    except UnsupportedModelError as error:
+        checkpoint.ignore(*checkpoint.names_below(model.draft_prefixes))
+        return f"no: {error}"
+    return None if head is None else _TAKEN
+
+
+def _describe_head_beside(path: Path) -> str | None:
+    """Say which folder beside the files has a draft head. None: there is none."""
+    beside = folder_beside(path)
+    return None if beside is None else f"{_TAKEN}, from {beside.name}/"
 
 
 def _describe_weights(config: PreTrainedConfig, files: Checkpoint | None) -> dict[str, Any]:

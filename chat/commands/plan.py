@@ -135,10 +135,13 @@ def _read_draft_head(language_model: LanguageModel, model: str, draft_head: str,
     """Give a model its draft head, without weights. Return the spec of the head's memory, or None without a head."""
     from hybridmem.chat.commands.head_drafter import AUTO
     from hybridmem.memory import SpecError
-    from hybridmem.models.loading.draft_heads import dry_draft_head
+    from hybridmem.models.loading.draft_heads import dry_draft_head, folder_beside
     from hybridmem.models.loading.folders import find_config
 
-    head = dry_draft_head(language_model, find_config(model if draft_head == AUTO else draft_head), weights=weights)
+    place = find_config(model if draft_head == AUTO else draft_head)
+    head = dry_draft_head(language_model, place, weights=weights)
+    if head is None and draft_head == AUTO and (beside := folder_beside(place)) is not None:
+        head = dry_draft_head(language_model, beside, weights=weights)
     if head is None and draft_head != AUTO:
         raise SpecError(
             f"--draft-head {draft_head} holds no draft head for this model; give a folder with one, or auto"

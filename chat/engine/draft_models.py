@@ -7,7 +7,7 @@ grammar as the model itself. Where both models agree on the probabilities, the d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -37,10 +37,12 @@ class JobDrafter(Protocol):
 
     Attributes:
         most_drafted: the most tokens that a draft may have.
+        drafts_at_once: whether one step of the drafter drafts all tokens of a draft. If not, each token takes one.
         noted: the rows and seconds of each step that the drafter made in the last call of `draft`.
     """
 
     most_drafted: int
+    drafts_at_once: bool
     noted: list[tuple[int, float]]
 
     def check(self, memory: HybridMemory, tokenizer: Tokenizer | None) -> None:
@@ -109,6 +111,17 @@ class Guess:
     next_ids: list[int] = field(default_factory=list)
     is_ended: bool = False
 
+    def grow(self, token_id: int | StepError, end_ids: Container[int]) -> None:
+        """Add a token, unless no token can be chosen. After one of `end_ids`, the draft has ended."""
+        if isinstance(token_id, StepError):
+            self.is_ended = True
+            return
+        self.token_ids.append(token_id)
+        self.is_ended = token_id in end_ids
+        if self.sampler is not None and not self.is_ended:
+            self.sampler.add(token_id)
+            self.is_ended = self.sampler.is_stopped
+
 
 class ModelDrafter:
     """Drafts with a smaller model that has the same tokenizer.
@@ -125,6 +138,8 @@ class ModelDrafter:
     Raises:
         SpecError: parts that do not belong together, or a memory that cannot roll back a draft.
     """
+
+    drafts_at_once = False
 
     def __init__(
         self, model: LanguageModel, memory: HybridMemory, tokenizer: Tokenizer | None = None, *,
@@ -333,18 +348,11 @@ class ModelDrafter:
 
         def choose(logits: Tensor, step: object) -> list[int | StepError]:
             rows_SV = logits if len(growing) == len(logits) else logits[[i for i, _, _ in growing]]
-            return _guess_tokens(self._fit(rows_SV), [guess.sampler for _, _, guess in growing]) if growing else []
+            return guess_tokens(self._fit(rows_SV), [guess.sampler for _, _, guess in growing]) if growing else []
 
         def keep(chosen: list[int | StepError]) -> None:
             for (_, job, guess), token_id in zip(growing, chosen, strict=True):
-                if isinstance(token_id, StepError):
-                    guess.is_ended = True
-                    continue
-                guess.token_ids.append(token_id)
-                guess.is_ended = token_id in job.request.output.end_ids
-                if guess.sampler is not None and not guess.is_ended:
-                    guess.sampler.add(token_id)
-                    guess.is_ended = guess.sampler.is_stopped
+                guess.grow(token_id, job.request.output.end_ids)
 
         take_step(self._model_of(guesses), step, choose, keep, uninterrupted())
         self.noted.append((sum(len(guess.next_ids) for guess in guesses.values()), time.perf_counter() - started))
@@ -385,7 +393,8 @@ def _sampler_of(job: Job) -> Sampler | None:
     return None if job.sampler.is_plain else copy(job.sampler)
 
 
-def _guess_tokens(rows_SV: Tensor, samplers: list[Sampler | None]) -> list[int | StepError]:
+def guess_tokens(rows_SV: Tensor, samplers: list[Sampler | None]) -> list[int | StepError]:
+    """Guess a token from each row of logits, with its sampler, or the likeliest without one."""
     guessed: list[int | StepError] = list(rows_SV.max(-1).indices.tolist())
     drawn = [i for i, sampler in enumerate(samplers) if sampler is not None]
     if drawn:

@@ -49,7 +49,9 @@ _TRIED_JOBS, _TRIED_STEPS = 2, 8
 _MODEL_REST = 15
 """After a step in which no draft paid, this many steps go without."""
 _LENGTHS = (1, 2, 3, 4, 6, 8)
-"""The drafter's drafts have one of these lengths, whichever promises the most tokens a second."""
+"""The drafter's drafts have one of these lengths, whichever promises the most tokens a second. If one step drafts all
+tokens, they may also be as long as it makes them.
+"""
 BRANCHES = 1
 """A draft has at most this many branches, unless `Speculation` says otherwise. Trees were not measured to pay."""
 _OF_SECONDS, _BRANCH_TOKENS = 0.4, 6
@@ -298,7 +300,7 @@ class Drafting:
             job: n
             for job in turn.jobs
             if job not in looked_up
-            and (n := min(self._possible(job, turn.room), drafter.most_drafted, _LENGTHS[-1]))
+            and (n := min(self._possible(job, turn.room), _lengths_of(drafter)[-1]))
             and drafter.n_behind(job) is not None
         }
         wanted = self._choose_model(turn, looked_up, most, drafter) if self._adapts else most
@@ -356,9 +358,10 @@ class Drafting:
 
         def speed(k: int) -> float:
             seconds = pace.seconds(n, n_found + k * n_jobs, is_mixed=turn.is_mixed)
-            return (n + n_right + n_jobs * rate.expected(k)) / (seconds + (k * pace.model.of(n_jobs) if k else 0.0))
+            n_steps = min(k, 1) if drafter.drafts_at_once else k
+            return (n + n_right + n_jobs * rate.expected(k)) / (seconds + n_steps * pace.model.of(n_jobs))
 
-        best = max((k for k in _LENGTHS if k <= self._most), key=speed)
+        best = max((k for k in _lengths_of(drafter) if k <= self._most), key=speed)
         least = max(n / pace.plain.of(n), speed(0))
         if speed(best) < MARGIN * least:
             return 0, []
@@ -430,6 +433,12 @@ class Drafting:
         """Free what a drafter keeps for a job that has ended."""
         if self._drafter is not None:
             self._drafter.forget(job)
+
+
+def _lengths_of(drafter: JobDrafter) -> list[int]:
+    """Return how many tokens the drafter's drafts may have, ascending."""
+    most = drafter.most_drafted
+    return [*(k for k in _LENGTHS if k < most), *([most] if drafter.drafts_at_once or most <= _LENGTHS[-1] else [])]
 
 
 def _takes_trees(memory: HybridMemory) -> bool:

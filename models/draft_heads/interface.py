@@ -7,6 +7,9 @@ position i, and token i + 1. From the pair of the last position it drafts token 
     the head is fed         h0   h1   h2   ...  h n-1
                             t1   t2   t3   ...  t n     -> drafts t n+1
 
+There are two kinds of heads. A `DraftHead` drafts one token at a time, and continues from its own rows. A `BlankHead`
+drafts several tokens at once: after the pairs, it is fed blanks, which stand for the tokens that it drafts.
+
 What a head remembers of earlier pairs is in a memory of its own, made from its `memory_spec`: position i there is the
 pair of position i, so a sequence of that memory is as long as the model's, is rolled back to the same lengths, and is
 forked, swapped and closed beside it.
@@ -14,7 +17,8 @@ forked, swapped and closed beside it.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -51,5 +55,49 @@ class DraftHead(Protocol):
                 for tokens that the head itself has drafted, what an earlier call returned.
         Returns the logits (n, vocab) and the rows (n, M) of the step's outputs, in the caller's order. To draft one
             more token, feed the row with the token that was chosen from its logits.
+        """
+        ...
+
+
+@runtime_checkable
+class BlankHead(Protocol):
+    """Drafts several tokens at once from the hidden states of one model, by filling blanks.
+
+    Attributes:
+        memory_spec, after: see `DraftHead`.
+        n_drafted: how many tokens it drafts for a request.
+        n_fed: how many tokens are fed for the blanks of a request, after its pairs.
+    """
+
+    memory_spec: MemorySpec
+    after: tuple[int, ...]
+    n_drafted: int
+
+    @property
+    def n_fed(self) -> int: ...
+
+    def read(self, rows_TR: Tensor) -> Tensor:
+        """Return the part of the model's rows that the head reads, as `DraftHead.read`."""
+        ...
+
+    def blanks_after(self, token_id: int) -> list[int]:
+        """Return the tokens to feed after a sequence's pairs, so that the head drafts what follows this token.
+
+        They are blanks, and no part of the text. Before the step ends, `step.accept` must keep the pairs alone.
+
+        Args:
+            token_id: the newest token of the text, which is also the second element of the last pair.
+        """
+        ...
+
+    def __call__(self, step: Step, rows_PM: Tensor, n_pairs: Sequence[int]) -> Tensor:
+        """Feed pairs to the head, and draft for the requests that go on with blanks.
+
+        Args:
+            step: an open step of a memory of `memory_spec`. A request is the second elements of pairs, and perhaps the
+                tokens of `blanks_after`.
+            rows_PM: the first elements of all pairs, (P, M) from `read`, request after request in the caller's order.
+            n_pairs: how many pairs each request has, in the caller's order.
+        Returns the logits (requests with blanks, n_drafted, vocab), in the caller's order.
         """
         ...

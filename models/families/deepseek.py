@@ -84,6 +84,7 @@ class _DeepSeek(Decoder, ABC):
         config, n_model = self.config, self.config.hidden_size
         prefix = f"model.layers.{config.num_hidden_layers}"
         if f"{prefix}.eh_proj.weight" not in checkpoint:
+            super().load_draft_head(checkpoint)
             return None
 
         def norm(name: str) -> RMSNorm:

@@ -33,12 +33,19 @@ class DeepseekV32(DeepseekV3):
         super().__init__(config, checkpoint)
 
     def load_draft_head(self, checkpoint: Checkpoint) -> NextTokenHead | None:
-        """Return the first module of multi-token prediction, or None if it has no index of its own.
+        """Return the first module of multi-token prediction, or None without one.
 
-        Without one it would read the rows that a layer of the model has chosen, which its own memory does not hold.
+        Raises UnsupportedModelError if it has no index of its own. It would read the rows that a layer of the model has
+        chosen, which its own memory does not hold. Transformers refuses such files as well.
         """
-        if f"model.layers.{self.config.num_hidden_layers}.self_attn.indexer.wk.weight" not in checkpoint:
-            return None
+        prefix = f"model.layers.{self.config.num_hidden_layers}"
+        has_index = f"{prefix}.self_attn.indexer.wk.weight" in checkpoint
+        if f"{prefix}.eh_proj.weight" in checkpoint and not has_index:
+            raise UnsupportedModelError(
+                f"the draft head in {checkpoint.folder} has no index of its own ({prefix}.self_attn.indexer.wk.weight "
+                "is missing), and the rows that the model's index chooses are not in its memory; load the model "
+                "without the head"
+            )
         return super().load_draft_head(checkpoint)
 
     def _is_dense(self, config: Any, i: int) -> bool:

@@ -84,6 +84,8 @@ class Glm5Next(Decoder):
                 )
             )
         super().__init__(text, checkpoint, vocabulary, layers, in_turn(_mean_of(n_streams), norm("norm")))
+        n_layers = text.num_hidden_layers  # A layer for multi-token prediction follows the last one.
+        self.draft_prefixes = (f"{root}.layers.{n_layers}.",)
         if hasattr(config, "vision_config"):  # A config for text alone has no ids of the tokens around pictures.
             self.see(pictures_below(PlainGridSight(config), config, checkpoint))
 

@@ -64,6 +64,7 @@ class Inkling(Decoder):
                 ))
             )  # fmt: skip
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
+        self.draft_prefixes = ("model.mtp.",)
 
 
 @dataclass(frozen=True)

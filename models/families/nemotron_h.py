@@ -59,6 +59,7 @@ class NemotronH(Decoder):
         """
         config, n_model, root = self.config, self.config.hidden_size, self._draft_root
         if f"{root}.0.eh_proj.weight" not in checkpoint:
+            super().load_draft_head(checkpoint)
             return None
         kinds = config.mtp_layers_block_type
 

@@ -59,6 +59,7 @@ class Qwen3Next(Decoder):
         A checkpoint with several modules is read as having the first, which drafts all tokens.
         """
         if "mtp.fc.weight" not in checkpoint:
+            super().load_draft_head(checkpoint)
             return None
         config, n_model = self.config, self.config.hidden_size
 

@@ -76,11 +76,11 @@ class Rotary:
         """Return cosines and sines for the step's tokens, (T, 1, R / 2) each."""
         angles: tuple[Tensor, Tensor] | None = step.notes.get(self)
         if angles is None:
-            angles = step.notes[self] = self._angles(step.rotary_positions, dtype)
+            angles = step.notes[self] = self.angles_at(step.rotary_positions, dtype)
         return angles
 
-    def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines, (T, 1, R / 2) each."""
+    def angles_at(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines for these positions, (T, 1, R / 2) each."""
         if positions_T.dim() == 1:
             angles = torch.outer(positions_T.float(), self._frequencies)[:, None]
         else:  # Pictures have several kinds of positions, each for a share of the frequencies (M-RoPE).

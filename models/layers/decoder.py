@@ -17,7 +17,7 @@ from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.layers.linear import add_scaled
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.vision.pictures import Pictures
-from hybridmem.models.weights.checkpoint import Checkpoint
+from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -181,7 +181,16 @@ class Decoder:
     """Reads pictures for prompts. None: this model reads text alone, or its checkpoint has no tower."""
 
     def load_draft_head(self, checkpoint: Checkpoint) -> Any:
-        """Return the draft head that the model's checkpoint holds, or None if it holds none that is implemented."""
+        """Return the draft head that the model's checkpoint holds, or None if it holds none.
+
+        Raises UnsupportedModelError if its draft head is not implemented. The message names a tensor of it.
+        """
+        if (found := checkpoint.first_below(self.draft_prefixes)) is not None:
+            raise UnsupportedModelError(
+                f"{checkpoint.folder} has a draft head with {found}, and such heads are not implemented for "
+                f"{type(self).__name__}; load the model without it"
+            )
+        return None
 
     def see(self, pictures: Pictures | None) -> None:
         """Let rows of pictures be fed in place of tokens."""

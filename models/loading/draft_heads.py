@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from hybridmem.memory import SpecError
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.draft_heads import DraftHead, Eagle3Head
+from hybridmem.models.draft_heads import BlankHead, DFlashHead, DraftHead, Eagle3Head
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
 from hybridmem.models.loading.folders import find_folder
@@ -21,8 +21,10 @@ from hybridmem.models.weights.formats import WeightFormat, weights_in
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+AnyHead = DraftHead | BlankHead
 
-def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "auto") -> DraftHead:
+
+def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "auto") -> AnyHead:
     """Load a draft head for a model, in the model's dtype and on its device.
 
     Args:
@@ -38,16 +40,16 @@ def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "a
     spec, place = model.memory_spec, find_folder(path_or_hub_id)
     checkpoint, kinds = Checkpoint(place, spec.device, spec.dtype), Counter[Kind]()
     with weights_in(cast(WeightFormat, weights), spec.device), noting_kinds(kinds):
-        load = _LOADERS.get(_architecture_of(place))
+        load = _loader_of(place)
         head = model.load_draft_head(checkpoint) if load is None else load(_config_of(place), checkpoint, model)
     if head is None:
         raise FormatError(f"{place} holds no draft head for {spec.model}; give a folder with one, or leave it out")
     if spec.device.type == "cpu":
         compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
-    return cast(DraftHead, head)
+    return cast(AnyHead, head)
 
 
-def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> DraftHead | None:
+def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> AnyHead | None:
     """Make the draft head of a folder, a GGUF file or a config.json, whose weights are on "meta", to plan with it.
 
     Args:
@@ -60,7 +62,7 @@ def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> DraftHe
     """
     if not isinstance(model, Decoder):
         raise UnsupportedModelError(f"{type(model).__name__} gives no hidden states for draft heads")
-    spec, loads = model.memory_spec, _LOADERS.get(_architecture_of(place))
+    spec, loads = model.memory_spec, _loader_of(place)
     files = find_files(place, model.config)
     if files is None:
         numbers = [getattr(model.config, name, None) for name in _NUMBERS]
@@ -74,23 +76,40 @@ def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> DraftHe
     checkpoint = DryCheckpoint(type(model).__name__, spec.dtype, files)
     with weights_in(cast(WeightFormat, weights), checkpoint.device):
         head = model.load_draft_head(checkpoint) if loads is None else loads(_config_of(place), checkpoint, model)
-    return cast("DraftHead | None", head)
+    return cast("AnyHead | None", head)
+
+
+def folder_beside(place: Path) -> Path | None:
+    """Return the folder `draft_head` in a checkpoint's folder, or None without one.
+
+    A head that was trained for a model that had none can be kept there.
+    """
+    folder = place / "draft_head"
+    return folder if folder.is_dir() else None
 
 
 _NUMBERS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Names in configs for the number of modules of multi-token prediction."""
 
-_LOADERS: dict[str, Callable[[PreTrainedConfig, Checkpoint, Decoder], DraftHead]] = {
+_LOADERS: dict[str, Callable[[PreTrainedConfig, Checkpoint, Decoder], AnyHead]] = {
     "LlamaForCausalLMEagle3": Eagle3Head.load,
+    "DFlashDraftModel": DFlashHead.load,
+    "MuseGlimmerAssistantModel": DFlashHead.load,
 }
 """What loads heads that are not named as the model's own, by the architecture in their config."""
 
+_REFUSED = {"DFlash2DraftModel": "DFlash 2 convolves in its layers, and chooses tokens by tables of its own"}
+"""Heads that are not implemented, and why, by the architecture in their config."""
 
-def _architecture_of(place: Path) -> str:
-    """Return the architecture that a folder's config names first, or "" without one."""
+
+def _loader_of(place: Path) -> Callable[[PreTrainedConfig, Checkpoint, Decoder], AnyHead] | None:
+    """Return what loads the head of a folder, by the architecture in its config; None if the model itself does."""
     path = place / "config.json"
     raw = json.loads(path.read_text()) if path.is_file() else {}
-    return str((raw.get("architectures") or [""])[0])
+    architecture = str((raw.get("architectures") or [""])[0])
+    if architecture in _REFUSED:
+        raise UnsupportedModelError(f"{place} is a {architecture}, which is not implemented: {_REFUSED[architecture]}")
+    return _LOADERS.get(architecture)
 
 
 def _config_of(place: Path) -> PreTrainedConfig:

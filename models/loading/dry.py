@@ -44,6 +44,9 @@ class DryCheckpoint(Checkpoint):
     def names_below(self, prefixes: Iterable[str]) -> list[str]:
         return []
 
+    def first_below(self, prefixes: Iterable[str]) -> str | None:
+        return None if self._stored is None else self._stored.first_below(prefixes)
+
     def tie(self, source: str, *names: str, is_tied: bool = True, own: Collection[str] = ()) -> tuple[str, ...]:
         if self._stored is not None and (is_tied or all(name in self._stored for name in names)):
             return self._stored.tie(source, *names, is_tied=is_tied, own=own)

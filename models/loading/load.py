@@ -20,6 +20,7 @@ from hybridmem.memory.blocks import check_usable, read_device, read_dtype, refus
 from hybridmem.memory.errors import FormatError, HybridMemoryError
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
+from hybridmem.models.loading.draft_heads import folder_beside, load_draft_head
 from hybridmem.models.loading.dry import DryCheckpoint
 from hybridmem.models.loading.folders import find_folder, read_config, unsupported
 from hybridmem.models.loading.freed_memory import give_back_freed_memory
@@ -76,8 +77,8 @@ def load_model(
         reproducible: whether a row's logits have the same bits in any step, as a reproducible `HybridMemory` needs. On
             the CPU only.
         draft_head: whether to load the draft head that the checkpoint holds, such as the layers for multi-token
-            prediction (`mtp.*`), as `model.draft_head`. It is None if there is none. Without this, the head stays
-            in the files.
+            prediction (`mtp.*`), or the one in the folder `draft_head` beside its files, as `model.draft_head`. It is
+            None if there is none. Without this, the head stays in the files.
         progress: whether to show a bar on stderr. The default is to show it on a terminal, for larger checkpoints.
     Raises:
         FormatError: files are missing, damaged, or do not fit the config. The message names the tensor.
@@ -163,6 +164,9 @@ class OpenedModel:
         if self.file is not None:
             self.file.release()
         give_back_freed_memory()
+        if draft_head and isinstance(model, Decoder) and model.draft_head is None:
+            beside = folder_beside(self.place)
+            model.draft_head = None if beside is None else load_draft_head(beside, model, weights=weights)
         if self.device.type == "cpu":
             compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
         return model

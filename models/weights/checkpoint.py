@@ -374,6 +374,10 @@ class Checkpoint:
         """Return the names of stored tensors that begin with one of these. A dry run has none."""
         return sorted(name for name in self._file_of if name.startswith(tuple(prefixes)))
 
+    def first_below(self, prefixes: Iterable[str]) -> str | None:
+        """Return the first name of a stored tensor that begins with one of these, or None. A dry run asks its files."""
+        return next(iter(self.names_below(prefixes)), None)
+
     def read_below(self, prefixes: Iterable[str]) -> dict[str, Tensor]:
         """Return stored tensors whose names begin with one of these; floats in the checkpoint's dtype.
 

@@ -24,7 +24,10 @@ from hybridmem.memory.kernels.signature import FoldedRows, PagedBatch, Prepared,
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 """The operator that `scaled_dot_product_attention` calls on a CPU. It also returns the sums of weights."""
 
-_FEW_QUERIES = 16
+_FEW_QUERIES, _FEW_UNFUSED = 16, 32
+"""Requests with at most so many queries read pages in place. The second limit is for scores that torch's fused
+attention cannot compute, because attention of several operators takes longer.
+"""
 _MOST_QUERIES, _ROWS, _MOST_ELEMENTS = 1024, 1024, 1 << 22
 """The limits of one call with many queries: the number of queries, of rows, and of elements of the queries."""
 
@@ -45,7 +48,7 @@ def paged_attention(
     checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS_UP_TO_32_BITS)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     counts = np.diff(batch.cu_seqlens)
-    n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
+    n_short = int(np.searchsorted(counts, _FEW_QUERIES if _can_fuse(scoring) else _FEW_UNFUSED, side="right"))
     sinks = NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H.contiguous())
     bias_QHL = biases_of(scoring)
     if n_short and folded is not None:
@@ -68,6 +71,11 @@ def paged_attention(
         n_rows, read = row_reader(gather_rows, keys, values, batch, i, n_kv_heads, q_THD.shape[2], folded)
         _attend_many(q_THD[own], n_rows, n_kv_heads, read, scoring.of(own), out_THD[own])
     return out_THD
+
+
+def _can_fuse(scoring: Scoring) -> bool:
+    """Return whether torch's fused attention can compute such scores."""
+    return scoring.softcap is None and scoring.sinks_H is None and scoring.bias_HL is None
 
 
 def biases_of(scoring: Scoring) -> Prepared:
@@ -99,7 +107,7 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
 
     It also returns the log of each query's sum of weights, by which the results of several blocks of rows are joined.
     """
-    if scoring.softcap is not None or scoring.sinks_H is not None or scoring.bias_HL is not None:
+    if not _can_fuse(scoring):
         out_THD[:] = attend(q_THD, n_rows, n_kv_heads, read, scoring)
         return
     n_heads, head_dim = q_THD.shape[1:]

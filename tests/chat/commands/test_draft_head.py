@@ -33,10 +33,13 @@ def test_a_draft_head_changes_no_reply_and_shares_the_budget(folder: Path, tmp_p
 
     Without a head, auto drafts nothing.
     """
-    alone = tmp_path / "alone"
+    alone, without = tmp_path / "alone", tmp_path / "without"
     alone.mkdir()
+    shutil.copytree(folder, without)
     tensors = load_file(folder / "model.safetensors")
-    save_file({n: x for n, x in tensors.items() if n.startswith("mtp.")}, alone / "model.safetensors")
+    for place, is_head in ((alone, True), (without, False)):
+        kept = {n: x for n, x in tensors.items() if n.startswith("mtp.") == is_head}
+        save_file(kept, place / "model.safetensors", {"format": "pt"})
     shutil.copy(folder / "config.json", alone)
     texts, drafted = set[tuple[str, ...]](), list[int]()
     for draft_head in ("none", "auto", str(alone)):
@@ -48,13 +51,21 @@ def test_a_draft_head_changes_no_reply_and_shares_the_budget(folder: Path, tmp_p
         drafted.append(engine.stats.n_drafted)
         assert (engine.memory.budget_bytes == 16 << 20) == (draft_head == "none")
     assert len(texts) == 1 and drafted[0] == 0 and min(drafted[1:]) > 0
-    engine = served(model="embedded", draft_head="auto", budget="16MiB", threads=1).engine
+    engine = served(model=str(without), draft_head="auto", budget="16MiB", threads=1).engine
     assert engine.memory.budget_bytes == 16 << 20, "it has no head"
+    shutil.copytree(alone, without / "draft_head")
+    engine = served(model=str(without), draft_head="auto", budget="16MiB", threads=1).engine
+    assert engine.memory.budget_bytes < 16 << 20, "its head is in the folder beside its files"
 
 
 def test_inspect_says_that_a_checkpoint_has_a_head(folder: Path) -> None:
     facts = inspect_path(folder).facts
     assert "draft head" in facts and "tensors that nobody asks for" not in facts
+    shutil.copytree(folder, folder / "draft_head")
+    tensors = load_file(folder / "model.safetensors")
+    kept = {n: x for n, x in tensors.items() if not n.startswith("mtp.")}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    assert inspect_path(folder).facts["draft head"].endswith("from draft_head/")
     assert "draft head" not in inspect_path(Path(EMBEDDED)).facts
 
 

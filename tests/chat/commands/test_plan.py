@@ -266,6 +266,12 @@ def test_a_draft_head_takes_its_part_of_the_budget(tmp_path: Path) -> None:
         key: own[key] for key in ("weight_bytes", "draft_session", "n_sessions")
     }
     assert planned("embedded", "--draft-head", "auto")["draft_session"] is None, "it has no head"
+    plain_place = tmp_path / "plain"
+    shutil.copytree(place, plain_place)
+    kept = {name: x for name, x in tensors.items() if not name.startswith("mtp.")}
+    save_file(kept, plain_place / "model.safetensors", {"format": "pt"})
+    shutil.copytree(alone, plain_place / "draft_head")
+    assert planned(plain_place, "--draft-head", "auto")["draft_session"] == own["draft_session"]
     for options, message in (
         (["--model", str(place), "--draft-head", str(EMBEDDED)], "holds no draft head"),
         (["--model", str(place), "--draft-head", "auto", "--draft-model", "embedded"], "leave one out"),

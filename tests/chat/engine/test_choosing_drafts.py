@@ -25,6 +25,7 @@ class Drafter:
     """Takes so many seconds for each of its steps, by the clock that the test moves."""
 
     most_drafted = 8
+    drafts_at_once = False
 
     def __init__(self, seconds: float, clock: list[float]) -> None:
         self.noted: list[tuple[int, float]] = []

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedConfig
 
+from hybridmem.chat.commands.inspection import inspect_path
 from hybridmem.memory import HybridMemory
-from hybridmem.models import load_model
+from hybridmem.models import UnsupportedModelError, load_model
 from hybridmem.models.draft_heads import HiddenRows
 from tests.extent import few_cases
-from tests.models.checkpoints import draw_tokens
+from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint, write_nemotron_checkpoint
 from tests.models.families.deepseek import CONFIGS as FAMILIES
 from tests.models.families.deepseek_v32 import CONFIGS as INDEXED
@@ -107,3 +109,39 @@ def test_a_file_of_llama_cpp_holds_the_head_of_its_checkpoint(name: str, tmp_pat
             logits.append(model.draft_head(step, rows_TM[:-1])[0])
     assert_logits_close(logits[1], logits[0])
     assert load_model(path).draft_head is None
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "glm-5"])
+def test_a_head_without_an_index_of_its_own_is_refused(name: str, tmp_path: Path) -> None:
+    """Its attention would read the rows that the model's index has chosen. The model loads without it."""
+    write_mtp_checkpoint(tmp_path, config := HOLDERS[name](), nextn=True)
+    file, layer = tmp_path / "model.safetensors", f"model.layers.{config.num_hidden_layers}"
+    save_file({n: x for n, x in load_file(file).items() if f"{layer}.self_attn.indexer" not in n}, file)
+    with pytest.raises(UnsupportedModelError, match=rf"no index of its own \({layer}.self_attn.indexer.wk.weight"):
+        load_model(tmp_path, draft_head=True)
+    assert "no index of its own" in inspect_path(tmp_path).facts["draft head"]
+    load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("qwen4-exp", "mtp.fc.weight"),
+        ("glm5-next", "model.language_model.layers.3.eh_proj.weight"),
+        ("inkling-log-scale", "model.mtp.layers.0.eh_proj.weight"),
+        ("jamba", "mtp.fc.weight"),
+    ],
+)
+def test_heads_that_are_not_implemented_are_refused_by_name(
+    name: str, tensor: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    write_checkpoint(tmp_path, CONFIGS[name]())
+    file = next(tmp_path.glob("*.safetensors"))
+    save_file(load_file(file) | {tensor: torch.zeros(2, 2)}, file, {"format": "pt"})
+    recwarn.clear()
+    with pytest.raises(UnsupportedModelError, match=f"a draft head with {tensor}"):
+        load_model(tmp_path, draft_head=True)
+    load_model(tmp_path)
+    assert not [each for each in recwarn if "not used" in str(each.message)]
+    facts = inspect_path(tmp_path).facts
+    assert facts["draft head"].startswith("no: ") and "tensors that nobody asks for" not in facts
