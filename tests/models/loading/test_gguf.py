@@ -24,6 +24,7 @@ from hybridmem.models import EMBEDDED, UnsupportedModelError, load_model
 from hybridmem.models.loading.dry import find_files
 from hybridmem.models.loading.folders import find_folder
 from hybridmem.models.loading.gguf import GgufFile, configs, read_gguf_config
+from hybridmem.models.loading.gguf.header import Header
 from hybridmem.models.loading.load import dry_model, weight_bytes
 from tests.extent import one_in, pick
 from tests.models.checkpoints import CONFIGS, write_checkpoint
@@ -49,6 +50,14 @@ def test_each_class_that_files_hold_is_loaded_from_one() -> None:
     known = {kind for _, kind, _ in (*configs._ARCHITECTURES.values(), *configs._VARIANTS)}
     names = [name.removesuffix("-tied") if "gemma" in name else name for name in (*FAMILIES, "falcon-h1")]
     assert {CONFIGS[name]().model_type for name in names} == known
+
+
+def test_whether_a_field_is_there_is_known_without_reading_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A field may be a vocabulary of 262,144 tokens, and the tokenizer asks for dozens of fields."""
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["llama"]()), tmp_path / "model.gguf")
+    fields = Header(path).fields
+    monkeypatch.setattr(Header, "value_at", lambda *_: pytest.fail("it was read"))
+    assert "general.architecture" in fields and "general.nothing" not in fields
 
 
 def logits(model: Any) -> torch.Tensor:
