@@ -357,6 +357,10 @@ def _split(x: CodedTensor, size: Any, dim: int = 0) -> Any:
     return _of_each(x, lambda part: torch.split(part, size, dim % x.dim())) if _before_last(x, dim) else None
 
 
+def _chunk(x: CodedTensor, n_chunks: int, dim: int = 0) -> Any:
+    return _split(x, -(-x.shape[dim] // n_chunks), dim)
+
+
 def _unbind(x: CodedTensor, dim: int = 0) -> Any:
     return _of_each(x, lambda part: part.unbind(dim % x.dim())) if _before_last(x, dim) else None
 
@@ -444,7 +448,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.reshape: _reshape, Tensor.view: _reshape, torch.reshape: _view, Tensor.flatten: _flatten,
     torch.flatten: _flatten, Tensor.permute: _permuted, torch.permute: _permute, Tensor.transpose: _transpose,
     torch.transpose: _transpose, Tensor.__getitem__: _at, Tensor.split: _split, torch.split: _split,
-    Tensor.unbind: _unbind, torch.unbind: _unbind, Tensor.unsqueeze: _unsqueeze, torch.unsqueeze: _unsqueeze,
+    Tensor.split_with_sizes: _split, Tensor.chunk: _chunk, torch.chunk: _chunk, Tensor.unbind: _unbind,
+    torch.unbind: _unbind, Tensor.unsqueeze: _unsqueeze, torch.unsqueeze: _unsqueeze,
     torch.cat: _cat, Tensor.float: _to_float, Tensor.to: _to,
 }  # fmt: skip
 """Maps the usual ones of these functions, as they are called in Python, to the same versions. Others are dispatched."""

@@ -34,6 +34,8 @@ def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor)
     """Return the tensor as a Hugging Face checkpoint has it."""
     if _CONV_OF_ONE.search(name):
         return tensor.reshape(-1, 1, tensor.shape[-1])  # Files have up to two more axes of one element.
+    if architecture == "rwkv7" and name.endswith(".r_k"):
+        return tensor.reshape(config.num_heads, -1)
     if tensor.is_meta and not isinstance(tensor, CodedTensor):
         return tensor  # A tensor on "meta" has no numbers, and its shape stays.
     if name.endswith(".A_log"):
@@ -41,8 +43,6 @@ def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor)
     if architecture in _PERMUTED and (match := _QUERY_OR_KEY.search(name)):
         n_heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
         return _unpaired(tensor, n_heads)
-    if architecture == "rwkv7" and name.endswith(".r_k"):
-        return tensor.reshape(config.num_heads, -1)
     if architecture in _OFFSET_NORMS and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return tensor.float() - 1
     if architecture in _TILED_HEADS and ".linear_attn." in name:
