@@ -13,6 +13,7 @@ import pytest
 
 import hybridmem
 from hybridmem import memory, models
+from hybridmem.models import EMBEDDED
 from tests.extent import only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
@@ -92,6 +93,27 @@ def test_no_part_of_torch_is_imported_for_a_gguf_file_that_uses_nothing_of_it(tm
     unused = {"sympy", "torch._dynamo", "torch.distributed.tensor", "transformers.activations", "triton"}
     (names,) = imported_by(USES_GGUF, arguments=tuple(paths))
     assert unused.isdisjoint(names)
+
+
+SERVE = """
+import uvicorn
+uvicorn.Server.run = lambda server, sockets: None
+sys.argv[1:] = ["serve", "--port", "0", "--threads", "1", "--budget", "8MiB", "--model", sys.argv[1]]
+from hybridmem.chat.cli import main
+main()
+"""
+UNUSED_BY_SERVERS = {
+    "fastapi", "matplotlib", "pandas", "rich", "sympy", "torch._dynamo", "torch._inductor",
+    "torch._prims", "torch._refs", "torch.distributed.tensor", "transformers.activations", MODELING, "triton",
+}  # fmt: skip
+
+
+def test_a_server_of_a_gguf_file_imports_no_heavy_module(tmp_path: Path) -> None:
+    """Each of these takes a twentieth of a second of every start, or more."""
+    path = write_gguf(EMBEDDED, tmp_path / "model.gguf", "Q8_0")
+    (names,) = imported_by(SERVE, arguments=(str(path),))
+    assert {"hybridmem.chat.server.app", "torch", "numba"} <= set(names)
+    assert UNUSED_BY_SERVERS.isdisjoint(names), UNUSED_BY_SERVERS & set(names)
 
 
 # The tests below run in a folder with modules of the same names as our packages.
