@@ -37,6 +37,8 @@ would have to wait until torch's is linked.
 _LISTING = "transformers.utils.import_utils"
 _REGISTRATIONS = "torch._meta_registrations"
 _NEED_REGISTRATIONS = ("torch._dynamo", "transformers.modeling_utils")
+_FETCH = "fetch__all__"
+"""The function of that module that finds, in the contents of a file, which names the file offers."""
 _LINE = "\n__all__"
 """The line for which transformers looks. It says which names a file offers."""
 
@@ -129,8 +131,8 @@ class _QuickListing(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        if hasattr(module, "fetch__all__"):
-            module.fetch__all__ = partial(_from_its_line, module.fetch__all__)
+        if (fetch := getattr(module, _FETCH, None)) is not None:
+            setattr(module, _FETCH, partial(_from_its_line, fetch))
 
 
 def _from_its_line(fetch: Callable[[str], Any], content: str) -> Any:

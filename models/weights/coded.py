@@ -271,8 +271,8 @@ class CodedTensor(Tensor):
         first_rows = list(accumulate((len(chunk[0]) for chunk in chunks), initial=0))
         cuts = torch.searchsorted(rows, torch.tensor(first_rows)).tolist()
         for chunk, first, (i, j) in zip(chunks, first_rows, pairwise(cuts), strict=False):
-            at = rows[i:j] - first, columns[i:j]
-            own.append(tuple(part.view(len(part), per_row, -1)[at] for part in chunk))
+            of_chunk, column = rows[i:j] - first, columns[i:j]
+            own.append(tuple(part.view(len(part), per_row, -1)[of_chunk, column] for part in chunk))
         blocks = [torch.cat(parts) for parts in zip(*own, strict=True)]
         return CodedTensor(self.form, blocks, width, self.dtype).dense()[which, indices % width]
 
