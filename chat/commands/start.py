@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from hybridmem import light_imports, pages_ahead
+from hybridmem import pages_ahead, torch_ahead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -149,7 +149,7 @@ def loading(model: str, device: str, *meanwhile: str) -> Iterator[None]:
     show(line := f"loading {model} …")
     pages_ahead.begin(model, device)
     if device == "cpu":
-        light_imports.begin("transformers", *meanwhile)
+        torch_ahead.begin("transformers", *meanwhile)
     with one_line_errors(line):
         yield
 

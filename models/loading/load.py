@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Never
 import torch
 from torch import Tensor
 
-from hybridmem import light_imports
 from hybridmem.memory import MemorySpec, SpecError
 from hybridmem.memory.blocks import check_usable, read_device, read_dtype, refuse_arguments
 from hybridmem.memory.errors import FormatError, HybridMemoryError
@@ -134,8 +133,6 @@ class OpenedModel:
 
         Raises FormatError and UnsupportedModelError as `load` does, for everything that headers and config tell.
         """
-        if self.file is None:
-            light_imports.complete()
         with weights_in(weights, self.device), reproducible_rows(reproducible, self.device):
             dry = build(self.model_class, self.config, self.checkpoint(is_read=False))
         return replace(dry.memory_spec, device=self.device, weights=None)
@@ -357,7 +354,6 @@ def dry_model(
         raise SpecError(f"config={config!r} is no config of transformers; give AutoConfig.from_pretrained(folder)")
     if architecture not in ARCHITECTURES:
         raise unsupported(architecture)
-    light_imports.complete()
     checkpoint = DryCheckpoint(architecture, _read_dtype(dtype, config), files)
     with weights_in(weights, checkpoint.device):
         return build(ARCHITECTURES[architecture], config, checkpoint)

@@ -103,8 +103,8 @@ from hybridmem.chat.cli import main
 main()
 """
 UNUSED_BY_SERVERS = {
-    "fastapi", "matplotlib", "pandas", "rich", "sympy", "torch._dynamo", "torch._inductor",
-    "torch._prims", "torch._refs", "torch.distributed.tensor", "transformers.activations", MODELING, "triton",
+    "fastapi", "matplotlib", "pandas", "rich", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor",
+    "transformers.activations", MODELING, "triton",
 }  # fmt: skip
 
 
