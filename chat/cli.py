@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import hybridmem
-from hybridmem import pages_ahead
 from hybridmem.chat.commands.cluster import cluster
 from hybridmem.chat.commands.inspect import inspect
 from hybridmem.chat.commands.plan import plan
@@ -30,6 +29,7 @@ from hybridmem.chat.commands.start import (
     check_budget,
     choose_threads,
     load,
+    loading,
     one_line_errors,
     read_prompts,
     wait_passively_if_busy,
@@ -114,8 +114,7 @@ def generate(
     ] = None,
 ) -> None:
     """Reply to several prompts at once, greedily, in one batch."""
-    pages_ahead.begin(model, device)
-    with one_line_errors(f"loading {model} …"):
+    with loading(model, device):
         from hybridmem.chat.console import make_console, show_replies
         from hybridmem.chat.engine.engine import Engine
         from hybridmem.memory import HybridMemory
@@ -175,8 +174,7 @@ def chat(
 
     The part of the conversation that stays is not computed again. Type /help for all commands.
     """
-    pages_ahead.begin(model, device)
-    with one_line_errors(f"loading {model} …"):
+    with loading(model, device):
         from hybridmem.chat.commands.terminal import Settings, run_terminal
 
         settings = Settings(
@@ -259,7 +257,7 @@ def demo(
 
     Every answer is compared with the right one. Exits with 1 if an answer is wrong or if history was computed twice.
     """
-    with one_line_errors(f"loading {model} …"):
+    with loading(model, device):
         from hybridmem.chat.commands.demo import check_tokenizer, run_demo
         from hybridmem.chat.commands.demo_view import live_stage, print_report
         from hybridmem.chat.console import make_console

@@ -53,14 +53,19 @@ _NEEDED = {"ray": "ray[serve]"}
 _REMEDY = "pip install 'hybridmem[cluster]'"
 
 
+def has_replicas(chosen: Chosen) -> bool:
+    """Return whether the options ask for several replicas, each in a process of its own."""
+    return bool(chosen["replicas"] > 1 or (chosen["max_replicas"] or 1) > 1)
+
+
 def is_fleet(chosen: Chosen) -> bool:
-    """Return whether the options ask for more than one process with one memory.
+    """Return whether the options ask for several replicas, as `has_replicas` does.
 
     Raises SpecError if an option of a fleet would have no effect.
     """
     from hybridmem.memory import SpecError
 
-    if chosen["replicas"] > 1 or (chosen["max_replicas"] or 1) > 1:
+    if has_replicas(chosen):
         return True
     for row in FLEET:
         if chosen[row.name] != row.default:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from hybridmem import pages_ahead
-from hybridmem.chat.commands.fleet_options import FLEET, is_fleet, run_fleet
+from hybridmem.chat.commands.fleet_options import FLEET, has_replicas, is_fleet, run_fleet
 from hybridmem.chat.commands.option_table import Chosen, command_of
 from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.chat.commands.start import (
@@ -19,6 +18,7 @@ from hybridmem.chat.commands.start import (
     choose_threads,
     find_extra,
     load,
+    loading,
     name_of,
     one_line_errors,
 )
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from hybridmem.chat.engine.engine import Engine
     from hybridmem.chat.prompts import Tokenizer
     from hybridmem.chat.server import ServerOptions
+
+
+_MODULES = ("starlette.applications", "uvicorn")
+"""A server needs these modules, which do not import torch."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
 
 def run_server(chosen: Chosen) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
-    find_extra("fastapi", "prometheus_client", "uvicorn")
+    find_extra("prometheus_client", "starlette", "uvicorn")
     from hybridmem.chat.commands.serving import find_places, memory_options
     from hybridmem.chat.server import ServerOptions, bind, make_app, run
 
@@ -110,8 +114,9 @@ def run_server(chosen: Chosen) -> None:
 
 
 def _run(chosen: Chosen) -> None:
-    pages_ahead.begin(chosen["model"], chosen["device"])
-    with one_line_errors(f"loading {chosen['model']} …"):
+    # The replicas of a fleet load the model in processes of their own.
+    is_loaded_here = not has_replicas(chosen)
+    with loading(chosen["model"], chosen["device"], *_MODULES) if is_loaded_here else one_line_errors():
         run_server(chosen)
 
 

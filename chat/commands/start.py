@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
+from hybridmem import pages_ahead, torch_ahead
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -135,6 +137,21 @@ def show(line: str) -> None:
     if sys.stderr is not None and sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[2K{line}")
         sys.stderr.flush()
+
+
+@contextmanager
+def loading(model: str, device: str, *meanwhile: str) -> Iterator[None]:
+    """Say that a model is loaded, begin what takes long, and turn errors into one line as `one_line_errors` does.
+
+    Args:
+        meanwhile: modules that the command needs, beside transformers, and that do not import torch.
+    """
+    show(line := f"loading {model} …")
+    pages_ahead.begin(model, device)
+    if device == "cpu":
+        torch_ahead.begin("transformers", *meanwhile)
+    with one_line_errors(line):
+        yield
 
 
 @contextmanager

@@ -47,8 +47,10 @@ def set_threads(
 def _find_number(model: LanguageModel, memory: HybridMemory, most: int, clock: Callable[[], float]) -> int:
     n_threads = 1
     torch.set_num_threads(1)
+    if most == 1:
+        return 1  # There is nothing to compare.
     seconds = _step_seconds(model, memory, clock)
-    if seconds > _LARGE_SECONDS and most > 1:
+    if seconds > _LARGE_SECONDS:
         torch.set_num_threads(most)
         return most if _step_seconds(model, memory, clock) <= seconds else 1
     while n_threads < most:

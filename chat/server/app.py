@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer
@@ -39,7 +43,7 @@ _ASKED_BY_MONITORS = ("/health", "/metrics", "/v1/models", "/")
 """At these paths the server also answers HEAD. Load balancers use it to see whether a server is there."""
 
 
-def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions | None = None) -> FastAPI:
+def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions | None = None) -> Starlette:
     """Return an ASGI app that steps the engine from the app's start to its end.
 
     Args:
@@ -62,7 +66,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     warming = Warming(service)
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with keeping(repository, pins), service.lifespan(app):
             task = asyncio.create_task(warming.run())
             try:
@@ -71,14 +75,10 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    app = FastAPI(
-        title="hybrid-memory",
-        lifespan=lifespan,
-        # Endpoints parse bodies themselves, to report errors in OpenAI's form. So FastAPI's schema would be empty.
-        openapi_url=None,
-        redirect_slashes=False,
-        exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
+    app = Starlette(
+        lifespan=lifespan, exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error}
     )
+    app.router.redirect_slashes = False
     app.state.service = service
     app.state.sessions = repository
     view, tokenizing = service.memory_view, Tokenizing(service)
@@ -118,17 +118,35 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         "/detokenize": ("POST", tokenizing.detokenize),
     }
     for path, (method, endpoint) in routes.items():
-        methods = [method, "HEAD"] if path in _ASKED_BY_MONITORS else [method]
-        app.add_api_route(path, endpoint, methods=methods, response_model=None)
-    app.add_api_route("/slots/{slot:int}", llama.change_slot, methods=["POST"], response_model=None)
+        app.routes.append(route_to(endpoint, path, method))
+    app.routes.append(route_to(llama.change_slot, "/slots/{slot:int}", "POST"))
     for method, path, endpoint in session_routes(repository, pins):
-        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        app.routes.append(route_to(endpoint, path, method))
     check_bodies(app)
     app.add_middleware(Guard, service=service)
     return app
 
 
-def check_bodies(app: FastAPI) -> None:
+def route_to(endpoint: Callable[..., Any], path: str, method: str) -> Route:
+    """Return the route from a path to an endpoint, which is a coroutine function that returns a response.
+
+    The endpoint's parameters are `request`, or parameters of the path, by their names. Endpoints read bodies and
+    queries themselves, so that errors have the form of their dialect.
+    """
+    names = inspect.signature(endpoint).parameters
+
+    async def answer(request: Request) -> Response:
+        given = {"request": request, **request.path_params}
+        response: Response = await endpoint(**{name: given[name] for name in names})
+        return response
+
+    route = Route(path, answer, methods=[method])
+    # Starlette lets each path of GET answer HEAD as well.
+    route.methods = {method, "HEAD"} if path in _ASKED_BY_MONITORS else {method}
+    return route
+
+
+def check_bodies(app: Starlette) -> None:
     """Raise ValueError if a POST endpoint would get an empty body, because the guard does not know its path."""
     for route in app.routes:
         path = getattr(route, "path", "")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from hybridmem.chat.server.access_log import start_log
 from hybridmem.chat.server.connections import Connection, Connections
@@ -56,7 +56,7 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 class Server(uvicorn.Server):
     """Runs uvicorn, and tells the service when to stop. Replies in progress may still end within the grace period."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: Starlette) -> None:
         service = app.state.service
         assert isinstance(service, Service)
         self._service = service
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def run(app: FastAPI, listener: socket.socket, on_listening: Callable[[str], None]) -> None:
+def run(app: Starlette, listener: socket.socket, on_listening: Callable[[str], None]) -> None:
     """Serve until a signal says to stop.
 
     Args:

@@ -5,7 +5,10 @@ transformers, the hub's library and progress bars are imported when they are nee
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -141,23 +144,16 @@ class OpenedModel:
     ) -> LanguageModel:  # fmt: skip
         """Read the weights. Arguments, errors and warnings are those of `load_model`."""
         checkpoint, kinds = self.checkpoint(), Counter[Kind]()
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        is_shown = console.is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
-        with Progress(console=console, disable=not is_shown) as bar:
-            task = bar.add_task(f"loading {self.place.name}", total=len(checkpoint))
-            checkpoint.on_taken = lambda: bar.advance(task)
-            with (
-                weights_in(weights, self.device),
-                reproducible_rows(reproducible, self.device),
-                noting_kinds(kinds),
-                taken_ahead(),
-            ):
-                model = build(self.model_class, self.config, checkpoint)
-                if draft_head and isinstance(model, Decoder):
-                    model.draft_head = model.load_draft_head(checkpoint)
+        with (
+            _shown(checkpoint, self.place.name, progress),
+            weights_in(weights, self.device),
+            reproducible_rows(reproducible, self.device),
+            noting_kinds(kinds),
+            taken_ahead(),
+        ):
+            model = build(self.model_class, self.config, checkpoint)
+            if draft_head and isinstance(model, Decoder):
+                model.draft_head = model.load_draft_head(checkpoint)
         if isinstance(model, Decoder):
             checkpoint.ignore(*checkpoint.names_below(model.draft_prefixes))
         checkpoint.warn_of_surprises()
@@ -180,6 +176,22 @@ class OpenedModel:
         if (coding := find_coding(self.config)) is not None:
             checkpoint.decode_with(coding)
         return checkpoint
+
+
+@contextmanager
+def _shown(checkpoint: Checkpoint, name: str, progress: bool | None) -> Iterator[None]:
+    """Show a bar on stderr while a checkpoint's tensors are taken, if `load_model` would."""
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    if not (is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress):
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True)) as bar:
+        task = bar.add_task(f"loading {name}", total=len(checkpoint))
+        checkpoint.on_taken = lambda: bar.advance(task)
+        yield
 
 
 def from_transformers(
@@ -370,7 +382,7 @@ def weight_bytes(model: LanguageModel) -> int:
             continue
         seen.add(id(thing))
         if isinstance(thing, CodedTensor):
-            todo += thing.parts
+            todo += thing.chunks
         elif isinstance(thing, Tensor):
             found[id(thing)] = thing
         elif isinstance(thing, list | tuple):

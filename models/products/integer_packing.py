@@ -121,10 +121,11 @@ def _write_group(typing_context, group, first, codes, at):
 
 
 @compiled(parallel=True)
-def _lay_out(stored, n_out, table, n_parts, codes):
+def _lay_out(stored, n_out, places, table, n_parts, codes):
     """Write the codes of all rows of `stored`. Codes of outputs that do not exist are zero.
 
     Args:
+        places: where each 32 inputs of a row go, counted in 32 inputs.
         table: what is written for each code, or an empty array to write the codes themselves.
     """
     n_block, block_bytes = _sizes(stored)
@@ -142,7 +143,7 @@ def _lay_out(stored, n_out, table, n_parts, codes):
                 if len(table) > 0:
                     _look_up(group, table)
                 for g in range(n_groups):
-                    at = ((o * per_row + k) * n_groups + g) * group_bytes
+                    at = (o * per_row * n_groups + places[k * n_groups + g]) * group_bytes
                     _write_group(group, g * BLOCK * GROUP, codes, at)
 
 
@@ -152,22 +153,27 @@ def _look_up(codes, table):
         codes[i] = table[codes[i]]
 
 
-def lay_out_codes(form: Form, stored: Tensor, layout: Layout, n_parts: int, codes: np.ndarray) -> None:
+def lay_out_codes(
+    form: Form, stored: Tensor, layout: Layout, order: Sequence[int], n_parts: int, codes: np.ndarray
+) -> None:
     """Write codes of a form's first part (rows, bytes) in another layout. They stand for the same integers.
 
     Args:
-        layout: the form's own layout, or one of 8 bits without a table.
+        layout: the form's own layout, or one of 8 bits without a table. Its unit may be smaller.
+        order: the order of inputs, as `CodedTensor` has it.
         codes: the output, of the layout's type.
     """
-    table: list[int] = []
-    if layout != form.layout:
-        own = form.layout
+    own, table = form.layout, list[int]()
+    if layout.n_bits != own.n_bits:
         table = [number & 0xFF for number in own.table or [code - own.zero for code in range(1 << own.n_bits)]]
     array = stored.contiguous().view(-1).numpy().view(_stored_dtype(form))
-    _lay_out(array, stored.shape[0], np.array(table, np.uint16), n_parts, codes)
+    places = _places(order, stored.shape[1] // form.block_bytes * form.n_block // GROUP)
+    _lay_out(array, stored.shape[0], places, np.array(table, np.uint16), n_parts, codes)
 
 
-def lay_out_scales(form: Form, parts: Sequence[Tensor], layout: Layout, n_in: int, n_parts: int, out: Tensor) -> None:
+def lay_out_scales(
+    form: Form, parts: Sequence[Tensor], layout: Layout, n_in: int, order: Sequence[int], n_parts: int, out: Tensor
+) -> None:
     """Write scales of a form's parts, which have one row for each output, to `out`, int16.
 
     Scales of inputs that do not exist are zero.
@@ -176,7 +182,17 @@ def lay_out_scales(form: Form, parts: Sequence[Tensor], layout: Layout, n_in: in
         _write_scales(layout, form.scales(parts), n_in, out)
         return
     array = parts[0].contiguous().view(-1).numpy().view(_stored_dtype(form))
-    _lay_out_scales(array, len(parts[0]), n_parts, out.numpy().view(np.uint16))
+    places, n_floats = _places(order, layout.n_units(n_in)), layout.n_floats * layout.float_shorts
+    _lay_out_scales(array, len(parts[0]), places, n_floats, n_parts, out.numpy().view(np.uint16))
+
+
+def _places(order: Sequence[int], n: int) -> np.ndarray:
+    """Return where each of `n` equal parts of a row goes, if `order` says which piece stands at each place."""
+    places = np.arange(n)
+    if order:
+        pieces = places.reshape(len(order), -1)
+        pieces[list(order)] = pieces.copy()
+    return places
 
 
 @untyped_intrinsic
@@ -237,17 +253,32 @@ def _columns(b: ir.IRBuilder, rows: list[ir.Value], form: Form) -> dict[int, ir.
 
 
 @compiled(parallel=True)
-def _lay_out_scales(stored, n_out, n_parts, out):
-    """Write floats and factors of blocks in which both are stored among the codes."""
+def _lay_out_scales(stored, n_out, places, n_floats, n_parts, out):
+    """Write floats and factors of blocks in which both are stored among the codes.
+
+    Args:
+        places: where the scales of each unit of a row go. A block of the file may be several units, with equal floats.
+        n_floats: how many numbers of 16 bits are the floats of a unit, for 16 rows.
+    """
     _, block_bytes = _sizes(stored)
-    n_blocks, row_bytes = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out
+    n_blocks, row_bytes, n_units = (n_out + BLOCK - 1) // BLOCK, len(stored) // n_out, len(places)
     per_row = row_bytes // block_bytes
-    unit = len(out) // (n_blocks * per_row)
+    per_block, unit = n_units // per_row, len(out) // (n_blocks * n_units)
+    n_factors = unit - n_floats
     for part in prange(n_parts):
+        whole = np.empty(n_floats + per_block * n_factors, np.uint16)
         for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
             first, n_rows = o * BLOCK * row_bytes, min(BLOCK, n_out - o * BLOCK)
             for k in range(per_row):
-                _write_unit(stored, first + k * block_bytes, row_bytes, n_rows, out, (o * per_row + k) * unit)
+                if per_block == 1:
+                    at = (o * n_units + places[k]) * unit
+                    _write_unit(stored, first + k * block_bytes, row_bytes, n_rows, out, at)
+                    continue
+                _write_unit(stored, first + k * block_bytes, row_bytes, n_rows, whole, 0)
+                for i in range(per_block):
+                    at, factors = (o * n_units + places[k * per_block + i]) * unit, n_floats + i * n_factors
+                    out[at : at + n_floats] = whole[:n_floats]
+                    out[at + n_floats : at + unit] = whole[factors : factors + n_factors]
 
 
 def _write_scales(layout: Layout, scales: Scales, n_in: int, out: Tensor) -> None:

@@ -98,20 +98,34 @@ class QuantisedWeight:
     @staticmethod
     def kept(weight: CodedTensor) -> QuantisedWeight | None:
         """Lay out the same integers and scales in the smallest layout that has a kernel. Return None if none has."""
-        layout = next((layout for layout in weight.form.layouts if choose(layout, weight.dtype) is not None), None)
+        layout = next((layout for layout in weight.layouts if choose(layout, weight.dtype) is not None), None)
         return None if layout is None else QuantisedWeight.laid_out(weight, layout)
 
     @staticmethod
     def laid_out(weight: CodedTensor, layout: Layout) -> QuantisedWeight:
-        """Lay out the same integers and scales in a layout of the weight's form. Cost: they are read once."""
+        """Lay out the same integers and scales in one of the weight's layouts. Cost: they are read once."""
         n_out, n_in = weight.shape
         held = QuantisedWeight(layout, n_out, n_in, weight.dtype, is_dry=weight.is_meta)
         if not weight.is_meta:
-            stored = weight.rows()
-            n_parts = use_threads(weight.numel())
-            integer_packing.lay_out_codes(weight.form, stored[0], layout, n_parts, held._codes)
-            integer_packing.lay_out_scales(weight.form, stored, layout, n_in, n_parts, held.scales)
+            held._lay_out(weight)
         return held
+
+    def _lay_out(self, weight: CodedTensor) -> None:
+        """Write the integers and scales of a weight. Its chunks are read where they are if they are whole blocks."""
+        chunks, first = weight.chunks, 0
+        if any(len(chunk[0]) % BLOCK for chunk in chunks[:-1]):
+            chunks = (weight.rows(),)
+        n_blocks = ceil_div(self.n_out, BLOCK)
+        codes, scales = self._codes.reshape(n_blocks, -1), self.scales.view(n_blocks, -1)
+        for chunk in chunks:
+            n = ceil_div(len(chunk[0]), BLOCK)
+            own_codes, own_scales = codes[first : first + n].reshape(-1), scales[first : first + n].view(-1)
+            n_parts = use_threads(len(chunk[0]) * self.n_in)
+            integer_packing.lay_out_codes(weight.form, chunk[0], self.layout, weight.order, n_parts, own_codes)
+            integer_packing.lay_out_scales(
+                weight.form, chunk, self.layout, self.n_in, weight.order, n_parts, own_scales
+            )
+            first += n
 
     def dense(self) -> Tensor:
         """Return the weights that products use, (n_out, n_in) float32."""

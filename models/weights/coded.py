@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any
 
@@ -167,21 +168,45 @@ class CodedTensor(Tensor):
 
     Attributes:
         form: how the tensor is stored.
-        parts: tensors whose last axes hold the bits of a row of inputs.
+        chunks: the tensor's rows in consecutive chunks. A chunk has the tensors whose last axes hold the bits of a row
+            of inputs. A tensor that is no matrix has one chunk.
+        order: which piece of the stored inputs stands at each place of a row, if they are reordered in equal pieces.
+            Empty: inputs stand as they are stored.
     """
 
     form: Form
-    parts: tuple[Tensor, ...]
+    chunks: tuple[tuple[Tensor, ...], ...]
+    order: tuple[int, ...]
 
     @staticmethod
-    def __new__(cls, form: Form, parts: Sequence[Tensor], n_in: int, dtype: torch.dtype) -> CodedTensor:
+    def __new__(
+        cls, form: Form, parts: Sequence[Tensor], n_in: int, dtype: torch.dtype, order: Sequence[int] = ()
+    ) -> CodedTensor:
         shape = (*parts[0].shape[:-1], n_in)
         own: CodedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
-        own.form, own.parts = form, tuple(parts)
+        own.form, own.chunks, own.order = form, (tuple(parts),), tuple(order)
         return own
 
-    def __init__(self, form: Form, parts: Sequence[Tensor], n_in: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, form: Form, parts: Sequence[Tensor], n_in: int, dtype: torch.dtype, order: Sequence[int] = ()
+    ) -> None:
         """Make a tensor of these parts, each of which has one row for each row of the tensor."""
+
+    @staticmethod
+    def of_rows(tensors: Sequence[CodedTensor], dtype: torch.dtype | None = None) -> CodedTensor:
+        """Return the rows of matrices of the same form and order, one matrix after the other. Nothing is copied."""
+        first, n_rows = tensors[0], sum(len(x) for x in tensors)
+        own: CodedTensor = Tensor._make_wrapper_subclass(
+            CodedTensor, (n_rows, first.shape[1]), dtype=dtype or first.dtype, device=first.device
+        )
+        own.form, own.chunks, own.order = first.form, tuple(chunk for x in tensors for chunk in x.chunks), first.order
+        return own
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """Return the parts of all rows. Several chunks are copied."""
+        several = len(self.chunks) > 1
+        return tuple(joined(*own) for own in zip(*self.chunks, strict=True)) if several else self.chunks[0]
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"CodedTensor({self.form.name}, shape={list(self.shape)}, dtype={self.dtype})"
@@ -200,62 +225,64 @@ class CodedTensor(Tensor):
         for start in range(0, len(out), step):
             here = [part[start : start + step].contiguous() for part in parts]
             codes = self.form.codes(here[0])[:, : self.shape[-1]]
-            out[start : start + step] = weights_of(self.form.layout, codes, self.form.scales(here))
+            weights = weights_of(self.form.layout, codes, self.form.scales(here))
+            if self.order:
+                weights = weights.view(len(weights), len(self.order), -1)[:, list(self.order)].flatten(1)
+            out[start : start + step] = weights
         return found
 
-    def with_inputs(self, order: Tensor, width: int) -> CodedTensor | None:
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Return the layouts that can hold the same weights exactly, the smallest first.
+
+        Inputs that are moved together share a float, or have several.
+        """
+        width = self.shape[-1] // max(1, len(self.order))
+        return tuple(replace(own, unit=width) if own.unit > width else own for own in self.form.layouts)
+
+    def with_inputs(self, order: Sequence[int], width: int) -> CodedTensor | None:
         """Return a matrix whose inputs are reordered in pieces of `width`; None if that would change a scale's inputs.
+
+        Nothing is copied: products lay out the pieces in their order.
 
         Args:
             order: the numbers of the pieces, each once.
         """
-        form, n_in = self.form, self.shape[-1]
-        if n_in != len(order) * width or width % GROUP or self.dim() != 2:
+        form, layout = self.form, self.form.layout
+        if self.order or not form.floats or self.dim() != 2 or self.shape[1] != len(order) * width or width % GROUP:
             return None
-        if form.floats and width % form.n_block == 0:
-            (blocks,) = self.rows()
-            if self.is_meta:
-                return self
-            return self.like([blocks.view(len(blocks), len(order), -1)[:, order].flatten(1)])
-        layout = form.layout
-        if layout.is_by_row or (layout.has_factors and width <= layout.group) or layout.unit % width:
+        if width % form.n_block and (layout.unit % width or width <= layout.group):
             return None
-        return self._plain(width)._with_pieces(order)
-
-    def _with_pieces(self, order: Tensor) -> CodedTensor:
-        """Return a matrix of a plain form, whose inputs are reordered in pieces of whole units."""
-        if self.is_meta:  # There are no numbers to reorder, and torch would import sympy.
-            return self
-        return self.like([part.view(len(part), len(order), -1)[:, order].flatten(1) for part in self.parts])
-
-    def _plain(self, unit: int) -> CodedTensor:
-        """Return the matrix in a plain form in which `unit` inputs share a float, or fewer if fewer did before."""
-        rows, layout = self.rows(), self.form.layout
-        # Only shapes are computed, from one row of zeros, because torch's own rules for "meta" import its compiler.
-        if self.is_meta:
-            one = self.like([torch.zeros(1, part.shape[1], dtype=part.dtype) for part in rows])._plain(unit)
-            return one.like([part.new_empty(len(rows[0]), part.shape[1], device="meta") for part in one.parts])
-        scales, n_in = self.form.scales(rows), self.shape[-1]
-        if layout.unit > unit:
-            n_times, layout = layout.unit // unit, replace(layout, unit=unit)
-            scales = Scales(scales.floats.repeat_interleave(n_times, 1), scales.factors)
-        codes = self.form.codes(rows[0]).view(torch.uint8)
-        parts = (codes, scales.floats.flatten(1), *([scales.factors.flatten(1)] if layout.n_factors else []))
-        return CodedTensor(plain_form(self.form.name, layout), parts, n_in, self.dtype)
+        return CodedTensor(form, self.parts, self.shape[1], self.dtype, order)
 
     def take_at(self, indices: Tensor) -> Tensor:
         """Return the numbers at these places of the tensor, counted through all its rows."""
-        n_in, parts = self.shape[-1], self.rows()
+        n_in = self.shape[-1]
+        if self.order:
+            width, at = n_in // len(self.order), indices % n_in
+            indices = indices - at + torch.tensor(self.order)[at // width] * width + at % width
         # Blocks that hold their own scales are decoded alone, because a row may have fifty of them.
         width = self.form.n_block if self.form.floats else n_in
         pieces, which = torch.unique(indices // width, return_inverse=True)
-        at = pieces // (n_in // width), pieces % (n_in // width)
-        own = [part.view(len(part), n_in // width, -1)[at] for part in parts]
-        return CodedTensor(self.form, own, width, self.dtype).dense()[which, indices % width]
+        per_row = n_in // width
+        rows, columns = pieces // per_row, pieces % per_row
+        own = list[tuple[Tensor, ...]]()
+        chunks = self.chunks if len(self.chunks) > 1 else (self.rows(),)
+        first_rows = list(accumulate((len(chunk[0]) for chunk in chunks), initial=0))
+        cuts = torch.searchsorted(rows, torch.tensor(first_rows)).tolist()
+        for chunk, first, (i, j) in zip(chunks, first_rows, pairwise(cuts), strict=False):
+            of_chunk, column = rows[i:j] - first, columns[i:j]
+            own.append(tuple(part.view(len(part), per_row, -1)[of_chunk, column] for part in chunk))
+        blocks = [torch.cat(parts) for parts in zip(*own, strict=True)]
+        return CodedTensor(self.form, blocks, width, self.dtype).dense()[which, indices % width]
 
     def like(self, parts: Sequence[Tensor], dtype: torch.dtype | None = None) -> CodedTensor:
         """Return a tensor with other rows in the same form."""
-        return CodedTensor(self.form, parts, self.shape[-1], dtype or self.dtype)
+        return CodedTensor(self.form, parts, self.shape[-1], dtype or self.dtype, self.order)
+
+    def with_dtype(self, dtype: torch.dtype | None) -> CodedTensor:
+        """Return the same bits as a tensor of another dtype."""
+        return CodedTensor.of_rows([self], dtype) if len(self.chunks) > 1 else self.like(self.parts, dtype)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -298,6 +325,8 @@ def _of_each(x: CodedTensor, function: Callable[[Tensor], Any]) -> Any:
 
 def _view(x: CodedTensor, shape: Sequence[int]) -> CodedTensor | None:
     n_in, whole = x.shape[-1], list(shape)
+    if tuple(whole) == x.shape:
+        return x
     if -1 in whole:
         whole[whole.index(-1)] = x.numel() // -prod(whole)
     return _of_each(x, lambda part: part.reshape(*whole[:-1], -1)) if whole and whole[-1] == n_in else None
@@ -328,6 +357,10 @@ def _split(x: CodedTensor, size: Any, dim: int = 0) -> Any:
     return _of_each(x, lambda part: torch.split(part, size, dim % x.dim())) if _before_last(x, dim) else None
 
 
+def _chunk(x: CodedTensor, n_chunks: int, dim: int = 0) -> Any:
+    return _split(x, -(-x.shape[dim] // n_chunks), dim)
+
+
 def _unbind(x: CodedTensor, dim: int = 0) -> Any:
     return _of_each(x, lambda part: part.unbind(dim % x.dim())) if _before_last(x, dim) else None
 
@@ -345,8 +378,12 @@ def _unsqueeze(x: CodedTensor, dim: int) -> CodedTensor | None:
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> CodedTensor | None:
     coded = [x for x in tensors if isinstance(x, CodedTensor)]
     first = coded[0]
-    if len(coded) < len(tensors) or any(x.form != first.form for x in coded) or not _before_last(first, dim):
+    if len(coded) < len(tensors) or not _before_last(first, dim):
         return None
+    if any(x.form != first.form or x.order != first.order for x in coded):
+        return None
+    if first.dim() == 2:
+        return CodedTensor.of_rows(coded)
     own = [x.parts for x in coded]
     return first.like([joined(*parts, dim=dim % first.dim()) for parts in zip(*own, strict=True)])
 
@@ -375,7 +412,7 @@ def _at(x: CodedTensor, index: Any) -> Any:
 
 
 def _to_float(x: CodedTensor) -> CodedTensor:
-    return x.like(x.parts, torch.float32)
+    return x.with_dtype(torch.float32)
 
 
 def _to(x: CodedTensor, *options: Any, **named: Any) -> Any:
@@ -392,7 +429,9 @@ def _copy(x: CodedTensor, *_: Any, dtype: torch.dtype | None = None, device: Any
     moves = device is not None and torch.device(device).type not in ("cpu", "meta")
     if moves or (dtype is not None and not dtype.is_floating_point):
         return None
-    return x.like(x.parts if device is None else [part.to(device) for part in x.parts], dtype)
+    if device is None or torch.device(device).type == x.device.type:
+        return x.with_dtype(dtype)
+    return x.like([part.to(device) for part in x.parts], dtype)
 
 
 _ATEN = torch.ops.aten
@@ -409,7 +448,8 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.reshape: _reshape, Tensor.view: _reshape, torch.reshape: _view, Tensor.flatten: _flatten,
     torch.flatten: _flatten, Tensor.permute: _permuted, torch.permute: _permute, Tensor.transpose: _transpose,
     torch.transpose: _transpose, Tensor.__getitem__: _at, Tensor.split: _split, torch.split: _split,
-    Tensor.unbind: _unbind, torch.unbind: _unbind, Tensor.unsqueeze: _unsqueeze, torch.unsqueeze: _unsqueeze,
+    Tensor.split_with_sizes: _split, Tensor.chunk: _chunk, torch.chunk: _chunk, Tensor.unbind: _unbind,
+    torch.unbind: _unbind, Tensor.unsqueeze: _unsqueeze, torch.unsqueeze: _unsqueeze,
     torch.cat: _cat, Tensor.float: _to_float, Tensor.to: _to,
 }  # fmt: skip
 """Maps the usual ones of these functions, as they are called in Python, to the same versions. Others are dispatched."""

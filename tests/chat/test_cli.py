@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 from hybridmem import pages_ahead
 from hybridmem.chat.cli import app
+from hybridmem.chat.commands import serve
 from hybridmem.chat.commands.demo import run_demo
+from hybridmem.chat.commands.option_table import Chosen
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.prompts import Tokenizer, encode_prompt, encode_turn, load_tokenizer
 from hybridmem.chat.simulation.conversation import Conversation, Player
@@ -84,6 +86,16 @@ def test_commands_take_pages_ahead(command: list[str], tmp_path: Path, monkeypat
     model = str(tmp_path / "nowhere.gguf")
     assert_one_line_error([*command, "--model", model], "nowhere")
     assert begun == [(model, "cpu")]
+
+
+def test_the_first_process_of_a_fleet_loads_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(chosen: Chosen) -> None:
+        raise SpecError("no fleet here")
+
+    monkeypatch.setattr(pages_ahead, "begin", lambda model, device: pytest.fail("pages were taken"))
+    monkeypatch.setattr(serve, "run_fleet", refuse)
+    model = str(tmp_path / "nowhere.gguf")
+    assert_one_line_error(["serve", "--port", "0", "--replicas", "2", "--model", model], "no fleet here")
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])

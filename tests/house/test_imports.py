@@ -13,20 +13,21 @@ import pytest
 
 import hybridmem
 from hybridmem import memory, models
+from hybridmem.models import EMBEDDED
 from tests.extent import only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 from tests.models.weights.test_gguf_forms import WIDE
 
 ROOT = Path(__file__).parent.parent.parent
-FRAMEWORKS = {"fastapi", "matplotlib", "numba", "openai", "pandas", "transformers", "uvicorn"}
+FRAMEWORKS = {"matplotlib", "numba", "openai", "pandas", "starlette", "transformers", "uvicorn"}
 MODELING = "transformers.modeling_utils"
 STARTS = {
     "from hybridmem import HybridMemory": FRAMEWORKS | {"rich", "safetensors", "triton.language", "typer"},
     "from hybridmem import models": FRAMEWORKS,
     "from hybridmem.chat.engine.engine import Engine\nfrom hybridmem.chat.prompts import load_tokenizer\n"
     "from hybridmem import load_model\n"
-    "load_model('embedded'), load_tokenizer('embedded')": {MODELING, "torch._dynamo", "matplotlib", "fastapi"},
+    "load_model('embedded'), load_tokenizer('embedded')": {MODELING, "torch._dynamo", "matplotlib", "starlette"},
     "sys.argv[1:] = ['plan', '--model', 'embedded']; from hybridmem.chat.cli import main; main()": {"torch._dynamo"},
 }
 """Program -> modules that it does not import."""
@@ -92,6 +93,27 @@ def test_no_part_of_torch_is_imported_for_a_gguf_file_that_uses_nothing_of_it(tm
     unused = {"sympy", "torch._dynamo", "torch.distributed.tensor", "transformers.activations", "triton"}
     (names,) = imported_by(USES_GGUF, arguments=tuple(paths))
     assert unused.isdisjoint(names)
+
+
+SERVE = """
+import uvicorn
+uvicorn.Server.run = lambda server, sockets: None
+sys.argv[1:] = ["serve", "--port", "0", "--threads", "1", "--budget", "8MiB", "--model", sys.argv[1]]
+from hybridmem.chat.cli import main
+main()
+"""
+UNUSED_BY_SERVERS = {
+    "fastapi", "matplotlib", "pandas", "rich", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.tensor",
+    "transformers.activations", MODELING, "triton",
+}  # fmt: skip
+
+
+def test_a_server_of_a_gguf_file_imports_no_heavy_module(tmp_path: Path) -> None:
+    """Each of these takes a twentieth of a second of every start, or more."""
+    path = write_gguf(EMBEDDED, tmp_path / "model.gguf", "Q8_0")
+    (names,) = imported_by(SERVE, arguments=(str(path),))
+    assert {"hybridmem.chat.server.app", "torch", "numba"} <= set(names)
+    assert UNUSED_BY_SERVERS.isdisjoint(names), UNUSED_BY_SERVERS & set(names)
 
 
 # The tests below run in a folder with modules of the same names as our packages.

@@ -231,6 +231,9 @@ class _Fields(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self._header.value_at(*self._places[key])
 
+    def __contains__(self, key: object) -> bool:
+        return key in self._places  # `Mapping` would read the value, which may be a whole vocabulary.
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hybridmem.models.weights.coded import CodedTensor, as_floats
 from hybridmem.models.weights.dry import joined
+from hybridmem.models.weights.layouts import BLOCK
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -33,6 +34,8 @@ def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor)
     """Return the tensor as a Hugging Face checkpoint has it."""
     if _CONV_OF_ONE.search(name):
         return tensor.reshape(-1, 1, tensor.shape[-1])  # Files have up to two more axes of one element.
+    if architecture == "rwkv7" and name.endswith(".r_k"):
+        return tensor.reshape(config.num_heads, -1)
     if tensor.is_meta and not isinstance(tensor, CodedTensor):
         return tensor  # A tensor on "meta" has no numbers, and its shape stays.
     if name.endswith(".A_log"):
@@ -40,8 +43,6 @@ def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor)
     if architecture in _PERMUTED and (match := _QUERY_OR_KEY.search(name)):
         n_heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
         return _unpaired(tensor, n_heads)
-    if architecture == "rwkv7" and name.endswith(".r_k"):
-        return tensor.reshape(config.num_heads, -1)
     if architecture in _OFFSET_NORMS and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return tensor.float() - 1
     if architecture in _TILED_HEADS and ".linear_attn." in name:
@@ -68,7 +69,7 @@ def _untiled(config: PreTrainedConfig, part: str, tensor: Tensor) -> Tensor:
         return torch.cat((tensor[:n_qk], _grouped(tensor[n_qk:], n_keys, width)))
     if part == "out_proj.weight" and isinstance(tensor, CodedTensor):
         n_heads = tensor.shape[1] // width
-        moved = tensor.with_inputs(_grouped(torch.arange(n_heads), n_keys, 1), width)
+        moved = tensor.with_inputs(_grouped(torch.arange(n_heads), n_keys, 1).tolist(), width)
         return _untiled(config, part, tensor.dense()) if moved is None else moved
     if part == "out_proj.weight":
         return _grouped(tensor.T, n_keys, width).T
@@ -79,6 +80,9 @@ def _grouped(tensor: Tensor, n_keys: int, width: int) -> Tensor:
     """Reorder rows from (value heads of a key head, key heads, width) to (key heads, value heads, width)."""
     if len(tensor) % (n_keys * width):
         return tensor  # Its shape will be refused later.
+    if isinstance(tensor, CodedTensor) and width % BLOCK == 0:  # Products lay out such rows where they are.
+        heads = torch.arange(len(tensor) // width).view(-1, n_keys).T.flatten().tolist()
+        return torch.cat([tensor[width * head : width * (head + 1)] for head in heads])
     return tensor.reshape(-1, n_keys, width, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
 
 

@@ -44,3 +44,8 @@ def test_as_few_threads_as_are_hardly_slower(milliseconds: dict[int, int], chose
     assert set_threads(model, memory, clock=lambda: now[0]) == torch.get_num_threads() == chosen  # type: ignore[arg-type]
     assert not memory.sequences and memory.usage().used_bytes == 0
     assert set_threads(model, memory, 3) == torch.get_num_threads() == 3  # type: ignore[arg-type]
+
+
+def test_nothing_is_measured_with_a_single_processor() -> None:
+    torch.set_num_threads(1)
+    assert set_threads(Toy(), HybridMemory(Toy().memory_spec, "1MiB"), clock=lambda: pytest.fail("a step")) == 1

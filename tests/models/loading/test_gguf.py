@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
+from transformers import PreTrainedConfig
 from typer.testing import CliRunner
 
 from hybridmem.chat.cli import app
@@ -24,7 +26,8 @@ from hybridmem.models import EMBEDDED, UnsupportedModelError, load_model
 from hybridmem.models.loading.dry import find_files
 from hybridmem.models.loading.folders import find_folder
 from hybridmem.models.loading.gguf import GgufFile, configs, read_gguf_config
-from hybridmem.models.loading.load import dry_model, weight_bytes
+from hybridmem.models.loading.gguf.header import Header
+from hybridmem.models.loading.load import dry_model, open_model, weight_bytes
 from tests.extent import few_cases, one_in, only_in_long, pick
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
@@ -51,6 +54,14 @@ def test_each_class_that_files_hold_is_loaded_from_one() -> None:
     assert {CONFIGS[name]().model_type for name in names} == known
 
 
+def test_whether_a_field_is_there_is_known_without_reading_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A field may be a vocabulary of 262,144 tokens, and the tokenizer asks for dozens of fields."""
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["llama"]()), tmp_path / "model.gguf")
+    fields = Header(path).fields
+    monkeypatch.setattr(Header, "value_at", lambda *_: pytest.fail("it was read"))
+    assert "general.architecture" in fields and "general.nothing" not in fields
+
+
 def logits(model: Any) -> torch.Tensor:
     memory = HybridMemory(model.memory_spec, "16MiB")
     with memory.step({memory.open(): list(range(1, 40))}, outputs="all") as step:
@@ -58,9 +69,8 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
-@few_cases
-@pytest.mark.parametrize("name", one_in(3, FAMILIES))
-def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Path) -> None:
+def config_in_a_file(name: str) -> PreTrainedConfig:
+    """Return the config of a family, as far as a GGUF file can say it."""
     config = CONFIGS[name.removesuffix("-tied") if "gemma" in name else name]()
     if "gemma" in name:  # Files do not say how scores are scaled.
         config.query_pre_attn_scalar, config.tie_word_embeddings = config.head_dim, True
@@ -85,10 +95,17 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
         config.n_group, config.norm_topk_prob = 1, True
     if config.model_type == "lfm2_moe":
         config.routed_scaling_factor = 1.0  # llama.cpp supports no other value.
-    folder = write_checkpoint(tmp_path, config)
+    return config
+
+
+@few_cases
+@pytest.mark.parametrize("name", one_in(3, FAMILIES))
+def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, config_in_a_file(name))
     expected = logits(load_model(folder))
-    model = load_model(write_gguf(folder, tmp_path / "model.gguf"))
+    model = load_model(path := write_gguf(folder, tmp_path / "model.gguf"))
     assert expected.std() > 0.5 and model.memory_spec.dtype == torch.float32
+    assert open_model(path).dry_spec() == replace(model.memory_spec, weights=None), "as commands ask before they read"
     assert (logits(model) - expected).abs().max() < 2e-4 * expected.abs().max()
 
 

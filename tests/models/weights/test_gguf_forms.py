@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -205,13 +206,38 @@ def test_rows_change_place_in_their_own_bits() -> None:
 def test_inputs_change_place_with_their_scales(name: str, width: int) -> None:
     weight = drawn(name, 20, 16 if name == "Q8_0" else 4)
     n_in = weight.shape[1]
-    order = torch.randperm(n_in // width)
+    order = torch.randperm(n_in // width).tolist()
     moved = weight.with_inputs(order, width)
     assert moved is not None
     expected = weight.dense().view(20, -1, width)[:, order].view(20, -1)
     assert torch.equal(moved.dense(), expected)
     assert torch.equal(kept(moved).dense(), moved.dense(torch.float32))
-    assert weight.with_inputs(torch.randperm(n_in // 16), 16) is None  # Such inputs share a scale, or are read at once.
+    places = torch.randint(0, 20 * n_in, (50,))
+    assert torch.equal(moved.take_at(places), expected.flatten()[places])
+    assert torch.equal(torch.cat((moved[:7], moved[7:])).dense(), expected)
+    assert torch.equal(torch.cat((moved[:7], weight[7:])), torch.cat((expected[:7], weight.dense()[7:])))
+    # Such inputs share a scale, or are read at once.
+    assert weight.with_inputs(torch.randperm(n_in // 16).tolist(), 16) is None
+
+
+@pytest.mark.parametrize("cuts", [(16, 48), (20, 30)])
+def test_rows_that_are_joined_are_laid_out_where_they_are(cuts: tuple[int, ...]) -> None:
+    """If the first rows of each chunk begin a block of the layout, nothing is copied."""
+    weight = drawn("Q4_K", 55, 2, torch.float32)
+    pieces = [weight[i:j] for i, j in pairwise((0, *cuts, 55))]
+    whole = torch.cat((pieces[1], pieces[0], pieces[2]))
+    assert isinstance(whole, CodedTensor) and len(whole.chunks) == 3
+    assert {chunk[0].untyped_storage().data_ptr() for chunk in whole.chunks} == {
+        weight.parts[0].untyped_storage().data_ptr()
+    }
+    expected = torch.cat([pieces[i].dense() for i in (1, 0, 2)])
+    assert torch.equal(whole.dense(), expected) and torch.equal(whole[7:40].dense(), expected[7:40])
+    assert torch.equal(whole.reshape(55, -1).float().dense(), expected)
+    assert torch.equal(kept(whole).dense(), whole.dense(torch.float32))
+    assert torch.equal(kept(whole.to(torch.bfloat16)).dense(), whole.dense(torch.float32))
+    places = torch.randint(0, whole.numel(), (60,))
+    assert torch.equal(whole.take_at(places), expected.flatten()[places])
+    assert torch.equal(whole.take_at(places[:1]), expected.flatten()[places[:1]])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
