@@ -23,9 +23,9 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
         *(["--threads", str(threads)] if threads else []),
     ]
     commands = (
-        "parity", "bookkeeping", "rollback", "drift", "folds", "holes", "memory", "prefixes", "restarts", "agentic",
-        "kernels", "delta-rules", "indexed", "sampling", "schemas", "states", "sparse", "speculative", "drafts",
-        "trees", "prefill", "decode", "dtypes", "without-bfloat16", "bridge", "gradients",
+        "parity", "bookkeeping", "rollback", "drift", "eight-bits", "folds", "holes", "memory", "prefixes", "restarts",
+        "agentic", "kernels", "delta-rules", "indexed", "sampling", "schemas", "states", "sparse", "speculative",
+        "drafts", "trees", "prefill", "decode", "dtypes", "without-bfloat16", "bridge", "gradients",
         "gradient-rounding", "reproducible",
     )  # fmt: skip
     failed = [

@@ -37,10 +37,12 @@ class Ours:
 
     def __init__(
         self, model: LanguageModel, n_sequences: int, *, rollback_window: int = 32, budget: str = "6GiB",
-        fold: Fold | None = None, records: bool = True,
+        fold: Fold | None = None, state_dtype: str | None = None, records: bool = True,
     ) -> None:  # fmt: skip
         self.model, self.records = model, records
-        self.memory = HybridMemory(model.memory_spec, budget, rollback_window=rollback_window, fold=fold)
+        self.memory = HybridMemory(
+            model.memory_spec, budget, rollback_window=rollback_window, fold=fold, state_dtype=state_dtype
+        )
         self.sequences: list[Sequence] = [self.memory.open() for _ in range(n_sequences)]
         self.next = [5] * n_sequences
 

@@ -10,6 +10,7 @@ from benchmarks import (
     compiling,
     delta_rules,
     drift,
+    eight_bits,
     fleet,
     folds,
     gradients,
@@ -60,6 +61,7 @@ WITH_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
 """Names of commands, with what they measure and the tests that must pass before."""
 WITHOUT_THREADS: dict[str, tuple[Measure, tuple[str, ...]]] = {
     "compile": (compiling.compiling, ()),
+    "eight-bits": (eight_bits.eight_bits, ("tests/memory/state/test_eight_bits.py",)),
     "fleet": (fleet.fleet, ("tests/cluster/routing/test_policy.py", "tests/cluster/simulation/test_fleet.py")),
     "locks": (locks.locks, ()),
 }
