@@ -23,7 +23,6 @@ from hybridmem.memory.blocks import check_usable, read_device, read_dtype, refus
 from hybridmem.memory.errors import FormatError, HybridMemoryError
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
-from hybridmem.models.loading.draft_heads import folder_beside, load_draft_head
 from hybridmem.models.loading.dry import DryCheckpoint
 from hybridmem.models.loading.folders import find_folder, read_config, unsupported
 from hybridmem.models.loading.freed_memory import give_back_freed_memory
@@ -161,6 +160,8 @@ class OpenedModel:
             self.file.release()
         give_back_freed_memory()
         if draft_head and isinstance(model, Decoder) and model.draft_head is None:
+            from hybridmem.models.loading.draft_heads import folder_beside, load_draft_head
+
             beside = folder_beside(self.place)
             model.draft_head = None if beside is None else load_draft_head(beside, model, weights=weights)
         if self.device.type == "cpu":
