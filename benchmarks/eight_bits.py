@@ -9,12 +9,15 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from typing import cast
 
 import torch
 
 from benchmarks.harness import Cell, Report
 from benchmarks.ours import N_UNTIMED, Ours
 from benchmarks.workloads import CONFIGS, Mixerless, save_random
+from hybridmem.memory import Step
 from hybridmem.models import LanguageModel, load_model
 
 WINDOW = 32
@@ -53,7 +56,8 @@ def _times(model: LanguageModel, n_sequences: int, n_rounds: int) -> dict[str, C
         for _ in range(N_UNTIMED):
             subject.decode()
     bare = Mixerless(torch.full((n_sequences,), 5))
-    runs = {**{of: subject.decode for of, subject in subjects.items()}, "without mixers": lambda: model(bare)}  # type: ignore[arg-type]
+    runs: dict[str, Callable[[], object]] = {of: subject.decode for of, subject in subjects.items()}
+    runs["without mixers"] = lambda: model(cast(Step, bare))
     rounds: dict[str, list[float]] = {of: [] for of in runs}
     for _ in range(n_rounds):
         seconds: dict[str, list[float]] = {of: [] for of in runs}

@@ -72,7 +72,7 @@ class States:
         self._memory = HybridMemory(model.memory_spec, "1GiB")
 
     def __call__(self, ids_BT: Tensor) -> Tensor:
-        """Return (B, T, len(READS) M)."""
+        """Return what the head reads of each token, the rows of several layers: (B, T, len(READS) * M)."""
         sequences = [self._memory.open() for _ in ids_BT]
         with self._memory.step(dict(zip(sequences, ids_BT.tolist(), strict=True))) as step:
             rows = step.select(self._rows(step), "all")

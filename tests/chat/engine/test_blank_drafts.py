@@ -17,7 +17,7 @@ from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import load_model
 from hybridmem.models.draft_heads import HiddenRows
 from hybridmem.models.loading.draft_heads import load_draft_head
-from tests.chat.engine.test_head_drafts import follow, replies
+from tests.chat.engine.test_head_drafts import follow, noted, replies
 from tests.chat.engines import make_memory, run_checked
 from tests.extent import pick
 from tests.models.checkpoints import randomise_
@@ -69,15 +69,8 @@ def test_replies_are_the_same_with_drafts_of_blanks(pair: Pair, seed: int, budge
 
 def test_drafts_are_what_the_head_says_of_the_whole_text(pair: Pair) -> None:
     """The head remembers the right rows after blanks, chunks of a prompt, and pairs that were fed ahead."""
-    drafter, seen = make_drafter(pair), dict[int, list[int]]()
-    engine, propose = follow(pair.model, drafter, step_tokens=24, max_running=4), drafter.draft
-
-    def note(wanted: Any) -> Any:
-        drafts = propose(wanted)
-        seen.update({len(job.tokens): draft for job, draft in drafts.items()})
-        return drafts
-
-    drafter.draft = note  # type: ignore[method-assign]
+    drafter = make_drafter(pair)
+    engine, seen = follow(pair.model, drafter, step_tokens=24, max_running=4), noted(drafter)
     prompt = torch.randint(0, 40, (100,), generator=torch.Generator().manual_seed(3)).tolist()
     generation = engine.submit(prompt, max_tokens=90)
     run_checked(engine)

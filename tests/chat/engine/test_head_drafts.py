@@ -83,10 +83,9 @@ def follow(model: Any, drafter: ModelDrafter | None, budget: str = "4MiB", **opt
     return Engine(model, make_memory(model, budget), None, stop_ids=(), speculation=speculation, **options)
 
 
-def test_drafts_are_what_the_head_says_of_the_whole_text(model: Any) -> None:
-    """The head remembers the right rows after rejected drafts, chunks of a prompt, and pairs that were fed ahead."""
-    drafter, seen = make_drafter(model), dict[int, list[int]]()
-    engine, propose = follow(model, drafter, step_tokens=24, max_running=4), drafter.draft
+def noted(drafter: HeadDrafter) -> dict[int, list[int]]:
+    """Return a dictionary that gets each draft from now on, by the length of the text that it continues."""
+    seen, propose = dict[int, list[int]](), drafter.draft
 
     def note(wanted: Any) -> Any:
         drafts = propose(wanted)
@@ -94,6 +93,13 @@ def test_drafts_are_what_the_head_says_of_the_whole_text(model: Any) -> None:
         return drafts
 
     drafter.draft = note  # type: ignore[method-assign]
+    return seen
+
+
+def test_drafts_are_what_the_head_says_of_the_whole_text(model: Any) -> None:
+    """The head remembers the right rows after rejected drafts, chunks of a prompt, and pairs that were fed ahead."""
+    drafter = make_drafter(model)
+    engine, seen = follow(model, drafter, step_tokens=24, max_running=4), noted(drafter)
     prompt = torch.randint(0, 40, (100,), generator=torch.Generator().manual_seed(3)).tolist()
     generation = engine.submit(prompt, max_tokens=90)
     run_checked(engine)
