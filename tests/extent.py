@@ -2,7 +2,7 @@
 
 By default there are few, so that all tests together take six minutes on two cores. `TESTS=long` tries more, and so does
 `TESTS=rest`, which leaves out what the default run has tried; `.ci/run` runs it after the default run.
-`CONFORMANCE=full`, which takes hours, tries these and more.
+`CONFORMANCE=full` and `MUTATIONS=full`, which take hours, try these and more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from zlib import crc32
 import pytest
 
 IS_REST = os.environ.get("TESTS") == "rest"
-IS_LONG = IS_REST or os.environ.get("TESTS") == "long" or os.environ.get("CONFORMANCE") == "full"
+_ASKED_FOR = {os.environ.get("TESTS"), os.environ.get("CONFORMANCE"), os.environ.get("MUTATIONS")}
+IS_LONG = bool(_ASKED_FOR & {"rest", "long", "full"})
 
 only_in_long = pytest.mark.skipif(not IS_LONG, reason="TESTS=long runs it")
 """For tests that start processes or compile for seconds, beside others that show most of what these show."""
