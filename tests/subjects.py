@@ -69,6 +69,7 @@ SUBJECTS = (
     "model:mistral",
     "model:nemotron-h",
     "model:olmo-hybrid",
+    "model:olmo3",
     "model:qwen3-next-two-of-four-experts",
     "model:qwen3-next-no-experts",
     "model:qwen3.5-biases",

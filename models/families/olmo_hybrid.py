@@ -6,18 +6,14 @@ norm(mlp(x)).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from hybridmem.memory import AttentionSpec, Step
-from hybridmem.memory.specs import LayerSpec
-from hybridmem.models.layers.attention import Attention, Rotary, head_dim_of, load_projections
-from hybridmem.models.layers.decoder import Block, Decoder, Layer, Mixer, Normed
+from hybridmem.models.families.olmo3 import AttentionLayer, load_attention
+from hybridmem.models.layers.attention import Rotary, head_dim_of
+from hybridmem.models.layers.decoder import Block, Decoder, Layer, Normed
 from hybridmem.models.layers.delta_mixer import DeltaInputs, DeltaMixer, delta_shape_of
 from hybridmem.models.layers.mlp import GatedMLP
-from hybridmem.models.layers.norms import RMSNorm, RowNorm
+from hybridmem.models.layers.norms import RMSNorm
 from hybridmem.models.layers.vocabulary import Vocabulary
 from hybridmem.models.loading.architectures import register
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
@@ -57,29 +53,14 @@ class OlmoHybrid(Decoder):
                 norms = norm(prefix, "input_layernorm"), norm(prefix, "post_attention_layernorm")
                 layers.append(Block((norms[0], mixer), (norms[1], mlp)))
             elif kind == "full_attention":
-                attention = _load_attention(config, checkpoint, f"{prefix}.self_attn", i, rotary)
+                attention = load_attention(config, checkpoint, f"{prefix}.self_attn", i, rotary)
                 normed = Normed(attention, norm(prefix, "post_attention_layernorm"))
-                layers.append(_AttentionLayer(normed, mlp, norm(prefix, "post_feedforward_layernorm")))
+                layers.append(AttentionLayer(normed, mlp, norm(prefix, "post_feedforward_layernorm")))
             else:
                 raise UnsupportedModelError(
                     f"layer_types[{i}]={kind!r}; implemented are linear_attention and full_attention"
                 )
         super().__init__(config, checkpoint, vocabulary, layers, norm("model", "norm"))
-
-
-@dataclass(frozen=True)
-class _AttentionLayer:
-    mixer: Mixer
-    mlp: GatedMLP
-    norm: RMSNorm
-
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        return self.mixer.specs
-
-    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
-        x_TM = x_TM + self.mixer(x_TM, step)
-        return x_TM + self.norm(self.mlp(x_TM))
 
 
 def _load_rotary(config: OlmoHybridConfig, checkpoint: Checkpoint) -> Rotary | None:
@@ -103,19 +84,3 @@ def _load_delta(config: OlmoHybridConfig, checkpoint: Checkpoint, prefix: str, i
         most_beta=2.0 if config.linear_allow_neg_eigval else 1.0, norm="o_norm", out="o_proj",
         conv_parts=tuple(f"{prefix}.{name}_conv1d" for name in "qkv"),
     )  # fmt: skip
-
-
-def _load_attention(
-    config: OlmoHybridConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary | None
-) -> Attention:
-    """Load attention that norms queries and keys over all heads of a token together."""
-    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
-    has_bias = config.attention_bias
-    qkv, out = load_projections(
-        checkpoint, prefix, config.hidden_size, spec, has_bias=has_bias, has_out_bias=has_bias
-    )  # fmt: skip
-    q_norm, k_norm = (
-        RowNorm(RMSNorm(checkpoint.take(f"{prefix}.{x}_norm.weight", n * spec.head_dim), config.rms_norm_eps))
-        for x, n in (("q", spec.n_query_heads), ("k", spec.n_kv_heads))
-    )
-    return Attention(i, spec, qkv, out, rotary=rotary, norms=(q_norm, k_norm))

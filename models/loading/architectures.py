@@ -66,6 +66,7 @@ _MODULES = {
     "MistralForCausalLM": "hybridmem.models.families.llama",
     "NemotronHForCausalLM": "hybridmem.models.families.nemotron_h",
     "NemotronH_Omni_Reasoning_V3": "hybridmem.models.families.nemotron_h",
+    "Olmo3ForCausalLM": "hybridmem.models.families.olmo3",
     "OlmoHybridForCausalLM": "hybridmem.models.families.olmo_hybrid",
     "Qwen3ForCausalLM": "hybridmem.models.families.llama",
     "Qwen3NextForCausalLM": "hybridmem.models.families.qwen3_next",

@@ -36,7 +36,7 @@ RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
     "Inkling2LoopTextConfig": "inkling2-loop",
     "KimiLinearConfig": "kimi-linear-two-of-eight-experts-in-groups", "Lfm3Config": "lfm3-biases-untied",
     "MiniMaxConfig": "minimax-two-of-four-experts", "MistralConfig": "mistral", "OlmoHybridConfig": "olmo-hybrid-rope",
-    "Qwen3_5TextConfig": "qwen3.5-biases",
+    "Olmo3Config": "olmo3-biases-tied", "Qwen3_5TextConfig": "qwen3.5-biases",
     "Qwen4ExpTextConfig": "qwen4-exp-two-of-four-experts",
     "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart",
     "RwkvConfig": "rwkv", "xLSTMConfig": "xlstm-biases", "ZayaConfig": "zaya-biases-windows-untied",

@@ -24,7 +24,7 @@ from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 FAMILIES = (
     "bailing-hybrid", "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "falcon-mamba", "gemma2", "gemma3",
     "gpt-oss", "granite-moe-hybrid", "inkling-log-scale", "inkling2", "inkling2-loop", "jamba", "kimi-linear",
-    "lara-mini", "lfm2-moe", "lfm3", "minimax", "olmo-hybrid", "llama",
+    "lara-mini", "lfm2-moe", "lfm3", "minimax", "olmo-hybrid", "olmo3", "llama",
     "mamba", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5-moe", "qwen4-exp", "recurrent-gemma", "rwkv", "rwkv7",
     "xlstm", "zamba", "zamba2", "zaya",
 )  # fmt: skip
