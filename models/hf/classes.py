@@ -31,6 +31,7 @@ ATTACHABLE = (
     "MiniMaxForCausalLM",
     "MistralForCausalLM",
     "NemotronHForCausalLM",
+    "Olmo3ForCausalLM",
     "OlmoHybridForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3NextForCausalLM",
