@@ -122,6 +122,18 @@ def _gemma(config: dict[str, Any], tensors: Tensors) -> Written:
     return arch, fields, renamed(arch, moved)
 
 
+def _olmo3(config: dict[str, Any], tensors: Tensors) -> Written:
+    fields = attention_fields(config) | {
+        "feed_forward_length": config["intermediate_size"], "attention.sliding_window": config["sliding_window"],
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config["layer_types"]],
+    }  # fmt: skip
+    whole, in_windows = (config["rope_parameters"][f"{kind}_attention"] for kind in ("full", "sliding"))
+    fields |= {"rope.freq_base": whole["rope_theta"], "rope.freq_base_swa": in_windows["rope_theta"]}
+    if whole["rope_type"] == "yarn":
+        fields |= _yarn(whole)
+    return MODEL_ARCH.OLMO2, fields, renamed(MODEL_ARCH.OLMO2, tensors)
+
+
 def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
     betas = {f"rope.scaling.yarn_{name}": float(rope[name]) for name in ("beta_fast", "beta_slow") if name in rope}
     return betas | {
@@ -292,8 +304,8 @@ _RENAMED = (
 
 
 ATTENDING = {
-    "llama": _llama, "qwen3": _qwen3, "gemma2": _gemma, "gemma3_text": _gemma, "deepseek_v2": _deepseek,
-    "deepseek_v3": _deepseek, "deepseek_v32": _indexed, "glm_moe_dsa": _indexed, "kimi_linear": _delta_attention,
-    "bailing_hybrid": _delta_attention, "glm5_next": _glm5_next,
+    "llama": _llama, "qwen3": _qwen3, "gemma2": _gemma, "gemma3_text": _gemma, "olmo3": _olmo3,
+    "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "deepseek_v32": _indexed, "glm_moe_dsa": _indexed,
+    "kimi_linear": _delta_attention, "bailing_hybrid": _delta_attention, "glm5_next": _glm5_next,
 }  # fmt: skip
 """What writes each type of model."""

@@ -96,24 +96,27 @@ def _qwen3(file: GgufFile) -> Fields:
 def _gemma(file: GgufFile, *, period: int) -> Fields:
     """Return the fields that Gemma 2 and 3 have in common.
 
-    Of each period of layers, all but the last attend to a window.
-
     Their largest models divide scores by the root of a width other than that of their heads, which no file says.
     """
-    n_layers, head_dim = count_layers(file), head_dim_of(file)
-    has_window = file.own("attention.sliding_window_pattern", period)
-    if not isinstance(has_window, list):
-        has_window = [has_window == 0 or i % has_window < has_window - 1 for i in range(n_layers)]
-    is_largest = n_layers == _LARGEST_GEMMAS[file.architecture]
+    head_dim = head_dim_of(file)
+    is_largest = count_layers(file) == _LARGEST_GEMMAS[file.architecture]
     caps = {name: file.own(name, is_needed=False) for name in ("attn_logit_softcapping", "final_logit_softcapping")}
     return {
         **attention_fields(file), **rope_fields(file), **caps, "head_dim": head_dim, "rms_norm_eps": rms_eps(file),
         "intermediate_size": file.own("feed_forward_length"), "attention_bias": has_part(file, "attn_q.bias"),
-        "layer_types": ["sliding_attention" if windowed else "full_attention" for windowed in has_window],
+        "layer_types": _layer_types(file, period=period),
         "query_pre_attn_scalar": (
             file.own("embedding_length") // largest(file.own("attention.head_count")) if is_largest else head_dim
         ),
     }  # fmt: skip
+
+
+def _layer_types(file: GgufFile, *, period: int) -> list[str]:
+    """Return what each layer attends to. Of each period of layers, all but the last attend to a window."""
+    has_window = file.own("attention.sliding_window_pattern", period)
+    if not isinstance(has_window, list):
+        has_window = [has_window == 0 or i % has_window < has_window - 1 for i in range(count_layers(file))]
+    return ["sliding_attention" if windowed else "full_attention" for windowed in has_window]
 
 
 _LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
@@ -125,17 +128,32 @@ def _gemma2(file: GgufFile) -> Fields:
 
 
 def _gemma3(file: GgufFile) -> Fields:
-    """Return the fields of Gemma 3.
+    fields = _gemma(file, period=6)
+    return fields | _windows(file, fields, theta=10000.0)
 
-    Rotary scaling is for layers that attend to all tokens; others have another base.
+
+def _olmo2(file: GgufFile) -> Fields:
+    """Return the fields of OLMo 3. OLMo 2 has the same architecture in files, and is OLMo 3 without windows."""
+    fields = {
+        **attention_fields(file), **rope_fields(file), "rms_norm_eps": rms_eps(file),
+        "intermediate_size": file.own("feed_forward_length"), "attention_bias": has_part(file, "attn_q.bias"),
+        "layer_types": _layer_types(file, period=4),
+    }  # fmt: skip
+    return fields | _windows(file, fields, theta=fields["rope_parameters"]["rope_theta"])
+
+
+def _windows(file: GgufFile, fields: Fields, *, theta: float) -> Fields:
+    """Return the window, and what it changes in fields that were read: no layer may have it.
+
+    Rotary scaling is for layers that attend to all tokens. Others may have another base, which is `theta` by default.
     """
     window = file.own("attention.sliding_window", 0)
-    fields = _gemma(file, period=6)
-    if not window:
-        fields["layer_types"] = ["full_attention"] * count_layers(file)
-    in_windows = {"rope_type": "default", "rope_theta": float(file.own("rope.freq_base_swa", 10000.0))}
-    rope = {"full_attention": fields["rope_parameters"], "sliding_attention": in_windows}
-    return fields | {"rope_parameters": rope, "sliding_window": window or None}
+    in_windows = {"rope_type": "default", "rope_theta": float(file.own("rope.freq_base_swa", theta))}
+    return {
+        "layer_types": fields["layer_types"] if window else ["full_attention"] * count_layers(file),
+        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": in_windows},
+        "sliding_window": window or None,
+    }
 
 
 def _jamba(file: GgufFile) -> Fields:
@@ -376,6 +394,7 @@ _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "mamba2": ("Mamba2ForCausalLM", "mamba2", _mamba2),
     "nemotron_h": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe),
+    "olmo2": ("Olmo3ForCausalLM", "olmo3", _olmo2),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _qwen3),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen35),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen35_moe),

@@ -15,7 +15,8 @@ import pytest
 import torch
 from gguf import GGUFReader
 from gguf.quants import dequantize
-from transformers import PreTrainedConfig
+from safetensors.torch import load_file
+from transformers import Olmo2Config, Olmo2ForCausalLM, PreTrainedConfig
 from typer.testing import CliRunner
 
 from hybridmem.chat.cli import app
@@ -30,6 +31,7 @@ from hybridmem.models.loading.gguf.header import Header
 from hybridmem.models.loading.load import dry_model, open_model, weight_bytes
 from tests.extent import few_cases, one_in, only_in_long, pick
 from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.models.families.vocabulary import HEADS, SIZES
 from tests.models.gguf_files import write_gguf
 
 FAMILIES = (
@@ -42,8 +44,8 @@ FAMILIES = (
     "gemma3-capped-tied", "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts",
     "granite-moe-hybrid-no-experts", "jamba", "jamba-two-of-four-experts", "jamba-no-attention", "lfm2",
     "lfm2-biases-untied", "lfm2-moe-three-of-four-experts", "llama", "llama-biases-tied", "llama-3-rope", "mamba",
-    "mamba-bias-untied", "mamba2", "mamba2-tied", "nemotron-h-two-of-eight-experts", "qwen3", "qwen3.5", "qwen3.5-moe",
-    "qwen3.5-moe-two-of-three-experts", "qwen3-next", "rwkv7",
+    "mamba-bias-untied", "mamba2", "mamba2-tied", "nemotron-h-two-of-eight-experts", "olmo3", "olmo3-biases-tied",
+    "qwen3", "qwen3.5", "qwen3.5-moe", "qwen3.5-moe-two-of-three-experts", "qwen3-next", "rwkv7",
 )  # fmt: skip
 
 
@@ -93,6 +95,8 @@ def config_in_a_file(name: str) -> PreTrainedConfig:
         text.indexer_types = ["full"] * len(text.indexer_types)
     if config.model_type == "kimi_linear":
         config.n_group, config.norm_topk_prob = 1, True
+    if config.model_type == "olmo3":
+        config.hidden_act = "silu"  # llama.cpp supports no other value.
     if config.model_type == "lfm2_moe":
         config.routed_scaling_factor = 1.0  # llama.cpp supports no other value.
     return config
@@ -132,6 +136,19 @@ def test_falcon_h1_whose_factors_are_in_its_weights(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, config)
     expected = logits(load_model(folder))
     found = logits(load_model(write_gguf(folder, tmp_path / "model.gguf")))
+    assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_olmo2_is_read_as_olmo3_without_windows(tmp_path: Path) -> None:
+    """Files of both name the architecture olmo2, and those of OLMo 2 name no window."""
+    folder = write_checkpoint(tmp_path, CONFIGS["olmo3"]())
+    without = {"attention.sliding_window": None, "attention.sliding_window_pattern": None, "rope.freq_base_swa": None}
+    found = logits(load_model(write_gguf(folder, tmp_path / "model.gguf", **without)))
+    own = Olmo2Config(**SIZES, **HEADS, intermediate_size=32, num_hidden_layers=4, rms_norm_eps=1e-5)
+    own.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
+    peer = Olmo2ForCausalLM(own).eval()
+    peer.load_state_dict(load_file(folder / "model.safetensors"))
+    expected = peer(torch.arange(1, 40)[None]).logits[0].detach()
     assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
