@@ -249,11 +249,10 @@ Every fold rounds the states, and the more often it does, the further outputs dr
 """
 
 
-def check_8_bits(spec: MemorySpec, device: torch.device, fold: Fold, rules: TailRules) -> None:
-    """Raise SpecError unless a memory with states of 8 bits writes them only at fold points, and has kernels for them.
+def check_8_bits(spec: MemorySpec, fold: Fold, rules: TailRules) -> None:
+    """Raise SpecError unless a memory with states of 8 bits writes them only at fold points.
 
-    The fold mode and its rules are those of the memory. `device` is where its model is: a dry run is refused what the
-    memory would be refused there.
+    The fold mode and its rules are those of the memory.
     """
     if not has_8_bits(spec):
         return
@@ -265,10 +264,6 @@ def check_8_bits(spec: MemorySpec, device: torch.device, fold: Fold, rules: Tail
             f"rollback_window={rules.rollback_window} rounds {of} every {rules.fold_tokens} tokens; give "
             f"{2 * LEAST_FOLD_TOKENS} or more, or state_dtype='bfloat16'"
         )
-    is_dry = spec.device.type == "meta"
-    if device.type == "cuda" if is_dry else chosen_kernels(spec.device, spec.dtype)["matrix_scan"] == "cuda":
-        where = device if is_dry else spec.device
-        raise SpecError(f"{of} are not for the kernels of CUDA, which run on {where}; give 'bfloat16'")
 
 
 def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype) -> int:

@@ -106,7 +106,7 @@ class HybridMemory:
         # The device of the given spec decides, not `device`: a dry run counts the bytes of the real device.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, self.rollback_window)
         rules = TailRules.of(self.fold, self.rollback_window)
-        check_8_bits(self.spec, spec.device, self.fold, rules)
+        check_8_bits(self.spec, self.fold, rules)
         self._coordinator = build(
             self.spec, budget, page_tokens=self.page_tokens, rules=rules, host_pages=host_pages,
             host_attention=host_attention, host_budget=host_budget, swap_dir=swap_dir, disk_budget=disk_budget,

@@ -20,6 +20,7 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.eight_bits import codes_of, decode, encode, room_for_copies
 from hybridmem.memory.kernels.cuda.launch import launch, load_rows, next_power_of_2, with_contiguous_rows
 from hybridmem.memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, softplus
 from hybridmem.memory.kernels.cuda.prompts import scan_by_library
@@ -62,6 +63,12 @@ def selective_scan(
 ) -> Tensor:
     checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOATS)
     n_channels, n_states = x_TE.shape[1], b_TN.shape[1]
+    if codes_of(state):
+        copies = room_for_copies(state)
+        decode(state, copies)
+        y_TE = selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, copies)
+        encode(copies, state)
+        return y_TE
     if (by_library := scan_by_library(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state)) is not None:
         return by_library
     y_TE = torch.empty(x_TE.shape, dtype=torch.float32, device=x_TE.device)

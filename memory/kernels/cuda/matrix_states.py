@@ -4,6 +4,8 @@ matrix_tokens   any recurrence, a few tokens, one by one; the state goes through
 matrix_columns  any recurrence, many tokens: 16 at once, as products of matrices
 matrix_chunks   one decay a head, many tokens: 32 at once, as products of matrices
 matrix_tails    one decay a head, a few tokens after a tail: the state is read once, and not written
+
+States of 8 bits are read as they are by `matrix_tails`, and through float32 copies by the others (`eight_bits`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.kernels import checks
+from hybridmem.memory.kernels.cuda.eight_bits import codes_of, decode, encode, room_for_copies
 from hybridmem.memory.kernels.cuda.matrix_chunks import scan_chunks
 from hybridmem.memory.kernels.cuda.matrix_columns import scan_columns
 from hybridmem.memory.kernels.cuda.matrix_inputs import Inputs, part_of
@@ -42,9 +45,18 @@ def matrix_scan(
     cu_rows = state.cu_rows.device
     bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
     scan_many = scan_chunks if is_simple else scan_columns
-    scan_few = read_states if is_simple and state.tail is not None else scan_tokens
+    copies = room_for_copies(state) if codes_of(state) else state
     for begin, end in pairwise(bounds):
-        some = state if (begin, end) == (0, len(is_long)) else part_of(state, begin, end)
-        scan = scan_many if is_long[begin] else scan_few
-        scan(inputs, some, cu_rows[begin : end + 1], y_THV)
+        is_whole = (begin, end) == (0, len(is_long))
+        bodies, some = (x if is_whole else part_of(x, begin, end) for x in (state, copies))
+        rows = cu_rows[begin : end + 1]
+        if is_simple and state.tail is not None and not is_long[begin]:
+            read_states(inputs, bodies, some, rows, y_THV)
+            continue
+        if copies is not state:
+            decode(bodies, some)
+        scan = scan_many if is_long[begin] else scan_tokens
+        scan(inputs, some, rows, y_THV)
+    if copies is not state:
+        encode(copies, state)
     return y_THV

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hybridmem.memory.blocks.arrays import ceil_div
 from hybridmem.memory.kernels.cuda.choices import powers_of_2, tunable
+from hybridmem.memory.kernels.cuda.eight_bits import SCALE_BYTES, codes_of, load_state
 from hybridmem.memory.kernels.cuda.launch import (
     MOST_REGISTERS,
     aligned_elements,
@@ -71,17 +73,24 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ReadSta
     return ReadStates(min(32, max(16, next_power_of_2(n_rows))), 32, 2, 3, registers)
 
 
-def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
-    """Compute `Kernels.matrix_scan` for segments of at most `FEW_TOKENS` tokens after a tail."""
+def read_states(inputs: Inputs, bodies: StateSlots, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
+    """Compute `Kernels.matrix_scan` for segments of at most `FEW_TOKENS` tokens after a tail.
+
+    States are read from `bodies`, which may have 8 bits, and new ones are written to `state`.
+    """
     assert state.tail is not None, "`matrix_scan` chooses this kernel only with a tail"
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, erases = len(state.cu_rows.host) - 1, inputs.a is not None
     choice = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
+    codes = codes_of(bodies)
+    flat = bodies.flat.view(torch.uint8) if codes else bodies.flat
     launch(
-        _read_states, (ceil_div(n_rows, choice.rows), n_heads, n_runs), *inputs.pointers, y_THV, cu_rows, state.flat,
-        state.sources, state.targets, float(state.initial), *rings_of(state.tail), n_heads, n_rows, n_columns,
-        **inputs.flags, ROWS=choice.rows, WIDTH=max(16, min(_WIDTH, next_power_of_2(n_columns))), BLOCK=choice.block,
-        TOKENS=FEW_TOKENS, ALIGN=aligned_elements(n_rows * n_columns, state.flat.element_size()),
+        _read_states, (ceil_div(n_rows, choice.rows), n_heads, n_runs), *inputs.pointers, y_THV, cu_rows, flat,
+        bodies.sources, state.flat, state.targets, float(state.initial), *rings_of(state.tail), n_heads, n_rows,
+        n_columns, **inputs.flags, CODES=codes, ROWS=choice.rows,
+        WIDTH=max(16, min(_WIDTH, next_power_of_2(n_columns))), BLOCK=choice.block, TOKENS=FEW_TOKENS,
+        ALIGN=aligned_elements(n_rows * (n_columns + (SCALE_BYTES.value if codes else 0)), flat.element_size()),
+        ALIGN_NEW=aligned_elements(n_rows * n_columns, state.flat.element_size()),
         ALIGN_KEY=aligned_elements(n_columns, state.tail.flats[0].element_size()),
         ALIGN_WRITE=aligned_elements(n_rows, state.tail.flats[1].element_size()), num_warps=choice.num_warps,
         num_stages=choice.num_stages, max_registers=choice.max_registers,
@@ -91,11 +100,11 @@ def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
 @triton.jit
 def _read_states(
     q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
-    strength_stride, skip, y, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets, writes,
-    write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds, n_heads,
-    n_rows, n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, ALIGN: tl.constexpr, ALIGN_KEY: tl.constexpr,
-    ALIGN_WRITE: tl.constexpr,
+    strength_stride, skip, y, cu_rows, flat, sources, new_flat, targets, initial, keys, key_sources, key_targets,
+    writes, write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds,
+    n_heads, n_rows, n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr,
+    CODES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+    ALIGN: tl.constexpr, ALIGN_NEW: tl.constexpr, ALIGN_KEY: tl.constexpr, ALIGN_WRITE: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -107,7 +116,7 @@ def _read_states(
     old_key, new_key = _aligned(key_sources, key_targets, run, group * n_columns, ALIGN_KEY)
     old_write, new_write = _aligned(write_sources, write_targets, run, h * n_rows, ALIGN_WRITE)
     old_decay, new_decay = _aligned(decay_sources, decay_targets, run, h, 1)
-    body = flat + tl.multiple_of(source, ALIGN) + h * n_rows * n_columns
+    body = flat + tl.multiple_of(source, ALIGN) + h * n_rows * (n_columns + SCALE_BYTES if CODES else n_columns)
     i = tl.arange(0, TOKENS)
     rows, is_new, slots = start + i, i < n_new, (first + count + i) % ring_rows
     query, reading = q + h // q_heads * n_columns, a + h // a_heads * n_columns
@@ -117,7 +126,7 @@ def _read_states(
 
     out, found, weights, erased = _meet_state(
         query, q_stride, reading, a_stride, rows, is_new, body, bound(source, n_rows), initial, r, key_rows, k_stride,
-        i, keys.dtype.element_ty, n_columns, ERASES, ROWS, WIDTH, TOKENS,
+        i, keys.dtype.element_ty, n_columns, ERASES, CODES, ROWS, WIDTH, TOKENS,
     )  # fmt: skip
     tail_out, tail_found, total = _meet_tail(
         query, q_stride, reading, a_stride, rows, is_new, r, count, keys + old_key, n_keys, writes + old_write,
@@ -146,9 +155,9 @@ def _read_states(
     _keep_keys(key_rows, k_stride, i, is_new, keys + new_key, slots * n_keys, n_own, n_columns, WIDTH)
     tl.debug_barrier()  # Wait for all threads, because the tokens that fold may be those that were just written.
     _move_body(
-        body, source, flat + tl.multiple_of(target, ALIGN) + h * n_rows * n_columns, target, initial, fold, r, count,
-        keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays, old_decay, decay_rows,
-        decay_stride, first, ring_rows, n_heads, n_rows, n_columns, WIDTH, BLOCK,
+        body, source, new_flat + tl.multiple_of(target, ALIGN_NEW) + h * n_rows * n_columns, target, initial, fold, r,
+        count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays, old_decay, decay_rows,
+        decay_stride, first, ring_rows, n_heads, n_rows, n_columns, CODES, WIDTH, BLOCK,
     )  # fmt: skip
 
 
@@ -165,7 +174,8 @@ def _aligned(sources, targets, run, part, ALIGN: tl.constexpr):
 @triton.jit
 def _meet_state(
     query, q_stride, reading, a_stride, rows, is_new, body, limit, initial, r, key_rows, k_stride, i,
-    dtype: tl.constexpr, n_columns, ERASES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr,
+    dtype: tl.constexpr, n_columns, ERASES: tl.constexpr, CODES: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Return what queries and erasing tokens read from the state, (TOKENS, ROWS) each, and products with keys of the
     new tokens, (TOKENS, TOKENS) each. Rows of the state from `limit` on are `initial`; keys are rounded to `dtype`.
@@ -174,7 +184,7 @@ def _meet_state(
     weights, erased = tl.zeros((TOKENS, TOKENS), tl.float32), tl.zeros((TOKENS, TOKENS), tl.float32)
     for column in range(0, n_columns, WIDTH):
         n = column + tl.arange(0, WIDTH)
-        s = load_rows(body, n_columns, r, r < limit, n, n_columns, initial).to(tl.float32)
+        s = load_state(body, r, limit, n, n_columns, initial, CODES)
         key = load_rows(key_rows, k_stride, i, is_new, n, n_columns).to(dtype)
         x = load_rows(query, q_stride, rows, is_new, n, n_columns)
         out = dot(x, tl.trans(s), out)
@@ -248,19 +258,19 @@ def _keep_keys(rows, stride, i, is_new, ring, offsets, n_own, n_columns, WIDTH: 
 def _move_body(
     body, source, new_body, target, initial, fold, r, count, keys, old_key, key_rows, k_stride, n_keys, writes,
     old_write, new_write, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    CODES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the state after the oldest `fold` tokens if there is a target for it."""
     at, is_row = r[:, None] * n_columns, (r < n_rows)[:, None]
     for column in range(0, bound(target, n_columns), WIDTH):
         n = column + tl.arange(0, WIDTH)
-        s = load_rows(body, n_columns, r, r < bound(source, n_rows), n, n_columns, initial).to(tl.float32)
+        s = load_state(body, r, bound(source, n_rows), n, n_columns, initial, CODES)
         s = fold_tail(
             s, 0, fold, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write, decays,
             old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, BLOCK,
         )  # fmt: skip
         tl.debug_barrier()  # All threads have read the state, so it can be written in place.
-        tl.store(new_body + at + n[None, :], s.to(body.dtype.element_ty), mask=is_row & (n < n_columns)[None, :])
+        tl.store(new_body + at + n[None, :], s.to(new_body.dtype.element_ty), mask=is_row & (n < n_columns)[None, :])
 
 
 @triton.jit

@@ -108,12 +108,10 @@ def test_memories_that_would_round_too_often_are_refused(options: dict[str, Any]
         memory_of(Layer("ssd"), "int8", **options)
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_dry_run_is_refused_what_the_memory_would_be(device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_states_fold_at_fold_points_on_every_device(device: str) -> None:
     spec = replace(Layer("ssd").memory_spec, device=torch.device(device))
-    with pytest.raises(SpecError, match=f"kernels of CUDA, which run on {device}; give 'bfloat16'"):
-        HybridMemory(spec, "1MiB", device="meta", state_dtype="int8", rollback_window=WINDOW)
-    assert HybridMemory(Layer("ssd").memory_spec, "1MiB", device="meta", state_dtype="int8").fold == "defer"
+    assert HybridMemory(spec, "1MiB", device="meta", state_dtype="int8", rollback_window=WINDOW).fold == "defer"
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BITS.values(), ids=str)

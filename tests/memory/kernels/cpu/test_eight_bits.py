@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -11,35 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory.kernels import Erase, StateSlots, cpu, reference
-from hybridmem.memory.kernels.eight_bits import EIGHT_BITS, encode, read_states, stored_shape
+from hybridmem.memory.kernels.eight_bits import EIGHT_BITS
 from tests.extent import one_in
+from tests.memory.kernels.eight_bits import (
+    COUNTS,
+    FOLDS,
+    LENGTHS,
+    MODES,
+    N,
+    assert_nothing_else_written,
+    assert_same_bodies,
+    in_8_bits,
+)
 from tests.memory.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
-
-COUNTS, LENGTHS, FOLDS = (0, 1, 2, 9, 9, 3, 5), (1, 1, 2, 1, 20, 1, 3), (1, 0, 3, 4, 21, 0, 0)
-"""Tails that are empty and full; one token, drafts and a prompt; bodies among old rows, across, among new, and none."""
-N = sum(LENGTHS)
-
-MODES = {
-    "adds": (3, 1, 5, 16),
-    "erases": (4, 2, 70, 48),
-    "odd columns": (3, 3, 9, 7),
-    "by column, with b": (2, 2, 6, 32),
-}
-"""Heads, groups, rows and columns; the first two are read in 8 bits, the others are decoded."""
-
-
-def in_8_bits(slots: StateSlots, dtype: torch.dtype) -> StateSlots:
-    """Return the same states in 8 bits."""
-    n, stored = math.prod(slots.shape), math.prod(stored_shape(slots.shape, dtype))
-    flat = torch.zeros(len(slots.flat) // n * stored, dtype=torch.uint8)
-    for source in set(slots.sources.tolist()) - {-1}:
-        state = slots.flat[source : source + n].view(slots.shape)
-        rows = encode(state.T.contiguous() if state.dim() == 2 else state, dtype, 1)
-        flat[source // n * stored : source // n * stored + stored] = rows.flatten()
-    sources, targets = (torch.where(x < 0, -1, x // n * stored) for x in (slots.sources, slots.targets))
-    return slots._replace(flat=flat.view(dtype), sources=sources, targets=targets)
 
 
 def run(
@@ -75,25 +59,6 @@ def test_bodies_of_8_bits(state_dtype: str, mode: str, dtype: torch.dtype) -> No
     assert_nothing_else_written(ours[0], theirs[0])
     targets = slots.targets[slots.targets >= 0]
     assert_same_bodies(ours[0].flat, theirs[0].flat, targets, slots.shape, state_dtype, dtype)
-
-
-def assert_nothing_else_written(ours: StateSlots, theirs: StateSlots) -> None:
-    written = torch.zeros(len(ours.flat), dtype=torch.bool)
-    size = math.prod(stored_shape(ours.shape, ours.flat.dtype))
-    for target in ours.targets[ours.targets >= 0].tolist():
-        written[target : target + size] = True
-    bytes_ours, bytes_theirs = (x.flat.view(torch.uint8)[~written] for x in (ours, theirs))
-    assert torch.equal(bytes_ours, bytes_theirs), "another part of the arena was written"
-
-
-def assert_same_bodies(
-    ours: Tensor, theirs: Tensor, targets: Tensor, shape: tuple[int, ...], state_dtype: str, dtype: torch.dtype
-) -> None:
-    body, twin = (read_states(x, targets, shape, 0.0) for x in (ours, theirs))
-    step = twin.abs().amax(1 if len(shape) == 2 else -1, keepdim=True) / (127 if state_dtype == "int8" else 14)
-    assert bool(((body - twin).abs() <= step * 1.001).all()), "by a rounding of the sum, one code further at most"
-    if dtype == torch.float32:  # With 16 bits, rounding in the rings moves more numbers to another code.
-        assert float(((body - twin).abs() > 1e-3 * step).float().mean()) < 0.01
 
 
 @pytest.mark.parametrize("state_dtype", one_in(2, EIGHT_BITS))

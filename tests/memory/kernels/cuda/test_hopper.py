@@ -15,16 +15,17 @@ import torch
 
 from hybridmem.memory.blocks.staging import Placed
 from hybridmem.memory.kernels import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
+from hybridmem.memory.kernels.eight_bits import EIGHT_BITS
 from hybridmem.memory.quantization import Float8, Quantized, Storage
-from tests.extent import one_in
+from tests.extent import one_in, only_in_long
 from tests.hopper import SHARED_BYTES, Recorder
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 BF16, F32 = torch.bfloat16, torch.float32
 MODULES = (
-    "attention", "page_choice", "rows", "channel_states", "convolution", "matrix_chunks", "matrix_columns",
-    "matrix_tails", "matrix_tokens", "norms", "vectors",
+    "attention", "page_choice", "rows", "channel_states", "convolution", "eight_bits", "matrix_chunks",
+    "matrix_columns", "matrix_tails", "matrix_tokens", "norms", "vectors",
 )  # fmt: skip
 
 
@@ -257,6 +258,28 @@ def test_prompts_that_fade_by_head_with_a_vector_to_erase(recorder: Recorder) ->
     row, decay = zeros(40, 2, 16, dtype=BF16), zeros(40, 2, dtype=F32)
     rings = (BF16, BF16, F32, BF16, BF16)
     cuda.matrix_scan(row, row, row, decay, Erase(row, row, after_decay=False), slots([40], (2, 16, 16), rings))
+
+
+@only_in_long
+@pytest.mark.parametrize("state_dtype", EIGHT_BITS.values(), ids=str)
+def test_states_of_8_bits(recorder: Recorder, state_dtype: torch.dtype) -> None:
+    """Bodies are read as codes by steps of one token, and decoded for prompts and for Mamba-1."""
+    from hybridmem.memory.kernels import cuda
+
+    def run(lengths: list[int]) -> None:
+        n, n_heads = sum(lengths), 80
+        q, v, decay = zeros(n, 1, 128, dtype=BF16), zeros(n, n_heads, 64, dtype=BF16), zeros(n, n_heads, dtype=F32)
+        state = slots(lengths, (n_heads, 64, 128), (BF16, BF16, F32), state_dtype)
+        cuda.matrix_scan(q, q, v, decay, None, state, strength_TH=decay)
+
+    run([1] * 128)
+    assert [kernel.name for kernel in recorder.compiled] == ["_read_states", "_encode"]
+    run([4096])
+    assert recorder.compiled[2].name == "_decode"
+    row, key, channel = zeros(64, 5120, dtype=BF16), zeros(64, 16, dtype=BF16), zeros(5120, dtype=F32)
+    state = slots([1] * 64, (16, 5120), (BF16,) * 3, state_dtype)
+    cuda.selective_scan(row, row, channel, key, key, zeros(16, 5120, dtype=F32), channel, state)
+    assert all(kernel.spilled_bytes == 0 for kernel in recorder.compiled if kernel.name in ("_decode", "_encode"))
 
 
 def test_other_recurrences(recorder: Recorder) -> None:
