@@ -48,13 +48,13 @@ def test_deferred_states(device: torch.device, family: str, monkeypatch: pytest.
     assert_split_close(run("cuda", "defer"), run("reference", "keep"))
 
 
-@pytest.mark.parametrize("family", ["gated_delta", "rwkv7", "mamba1"])
+@pytest.mark.parametrize("family", ["gated_delta", "mamba1"])
 def test_states_of_8_bits(device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same steps round the same numbers, so outputs are as close to those of plain torch as with float32 states."""
     if device.type == "cuda":
         pytest.skip("the toys live on the CPU; conformance runs on the device")
     model = FamilyToy(FAMILIES[family])
-    tokens = torch.randint(0, model.memory_spec.vocab_size, (60,)).tolist()
+    tokens = torch.randint(0, model.memory_spec.vocab_size, (40,)).tolist()
 
     def run(kernels: str) -> Tensor:
         monkeypatch.setenv("HYBRID_MEMORY_KERNELS", kernels)
@@ -62,10 +62,10 @@ def test_states_of_8_bits(device: torch.device, family: str, monkeypatch: pytest
             model.memory_spec, "4MiB", rollback_window=16, fold="defer", state_dtype="int8", poison=True
         )
         main = memory.open()
-        logits = [memory.run(model, {main: tokens[:40]})]
-        memory.rollback(main, to=33)
+        logits = [memory.run(model, {main: tokens[:28]})]
+        memory.rollback(main, to=23)
         other = memory.fork(main)
-        for t in range(40, 60):
+        for t in range(28, 40):
             logits.append(memory.run(model, {main: [tokens[t]], other: [tokens[t - 1]]}))
             memory.check()
         return torch.cat(logits)
