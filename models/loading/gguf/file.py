@@ -40,7 +40,7 @@ def import_gguf(path: Path) -> Any:
 
 
 def is_gguf(path: Path) -> bool:
-    """True if the path names a GGUF file, by its suffix, or by its first bytes: other programs' stores use no suffix."""
+    """True if the path names a GGUF file, by its suffix or its first bytes: some stores use no suffix."""
     if path.is_dir():
         return False
     return path.suffix.lower() == SUFFIX or (path.is_file() and begins_as_gguf(path))

@@ -290,7 +290,9 @@ def test_what_is_wrong_with_a_file_is_said_in_words_of_its_user(tmp_path: Path) 
         (content[:-5000], f"should end at byte .* but the file ends at {len(content) - 5000:,}"),
     ):
         path.write_bytes(damaged)
-        with pytest.raises(FormatError, match=rf"model\.gguf is no GGUF file, or damaged \(.*{words}.*download it again"):
+        with pytest.raises(
+            FormatError, match=rf"model\.gguf is no GGUF file, or damaged \(.*{words}.*download it again"
+        ):
             load_model(path)
 
 
