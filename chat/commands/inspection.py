@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 MOST_TENSORS = 8
 _EMBEDDED = Path("embedded")
-"""The name of the model that ships with the library, for which other commands take it too."""
+"""The name by which commands know the model that ships with the library."""
 _TAKEN = "yes: load_model(draft_head=True) and --draft-head auto take it"
 _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BOOL": 8, "U8": 8, "I8": 8, "F4": 4}
 """The bits of each dtype, by its name in safetensors. Names that are missing here end in the number of bits, 8 or 16.

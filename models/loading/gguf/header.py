@@ -54,9 +54,12 @@ BLOCK_TYPES = {
 
 
 def begins_as_gguf(path: Path) -> bool:
-    """True if a file's first bytes are those of every GGUF file."""
-    with path.open("rb") as file:
-        return file.read(len(_MAGIC)) == _MAGIC
+    """True if a file's first bytes are those of every GGUF file. A file that cannot be read is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)
