@@ -48,7 +48,10 @@ app = typer.Typer(
 )
 
 Model = Annotated[
-    str, typer.Option(help='Name a checkpoint\'s folder, a hub id, or "embedded" for the small model that is included.')
+    str,
+    typer.Option(
+        help='Name a checkpoint\'s folder, a GGUF file, a hub id, or "embedded" for the small model that is included.'
+    ),
 ]
 Device = Annotated[str, typer.Option(help="The model and its memory live on this device, such as cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="Compute in float32, bfloat16 or float16; auto takes the checkpoint's own.")]

@@ -92,7 +92,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool | None) -> l
         FormatError: a chat was asked for and there is no template.
     """
     if is_chat and not tokenizer.chat_template:
-        raise FormatError("this tokenizer has no chat template; use --raw")
+        raise FormatError("this model has no chat template, so it only continues texts; use --raw")
     if is_chat or (is_chat is None and tokenizer.chat_template):
         return encode_turn(tokenizer, [], text)
     return list(tokenizer.encode(text))
@@ -191,8 +191,8 @@ def render_guarded(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise FormatError(
-            "this tokenizer has no chat template; set tokenizer.chat_template to the one that the model was trained "
-            "with"
+            "this model has no chat template, so it only continues texts, with generate --raw or /v1/completions; to "
+            "chat, set tokenizer.chat_template to the one that the model was trained with"
         )
     context = context_of(tokenizer)
     options = dict(context.template_options)

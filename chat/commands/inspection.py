@@ -16,6 +16,7 @@ import torch
 
 from hybridmem.chat.commands.inspected_sessions import read_sessions
 from hybridmem.chat.commands.inspected_trees import Branch, branches_of, members_of, prefixes_in
+from hybridmem.chat.engine.context import named_context_tokens
 from hybridmem.chat.session.saved import SESSION_FILE, read_about
 from hybridmem.chat.stored.database import FILE, PREFIXES
 from hybridmem.memory import AttentionSpec, FormatError, MemorySpec, RecurrentSpec
@@ -23,9 +24,9 @@ from hybridmem.memory.storage import CHECKPOINTS_FILE, read_blocks, read_family
 from hybridmem.models.layers.decoder import Decoder
 from hybridmem.models.loading.draft_heads import folder_beside
 from hybridmem.models.loading.dry import DryCheckpoint, find_files
-from hybridmem.models.loading.folders import read_config
-from hybridmem.models.loading.gguf import GgufFile, is_gguf, read_gguf_config
-from hybridmem.models.loading.load import build, dry_model, weight_bytes
+from hybridmem.models.loading.folders import EMBEDDED, read_config
+from hybridmem.models.loading.gguf import GgufFile, find_gguf, is_gguf
+from hybridmem.models.loading.load import build, dry_model, open_model, weight_bytes
 from hybridmem.models.loading.quantised_checkpoints import find_coding
 from hybridmem.models.products.choice import Kind, noting_kinds
 from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 MOST_TENSORS = 8
+_EMBEDDED = Path("embedded")
+"""The name by which commands know the model that ships with the library."""
 _TAKEN = "yes: load_model(draft_head=True) and --draft-head auto take it"
 _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BOOL": 8, "U8": 8, "I8": 8, "F4": 4}
 """The bits of each dtype, by its name in safetensors. Names that are missing here end in the number of bits, 8 or 16.
@@ -85,6 +88,8 @@ def inspect_path(path: Path) -> Finding:
     Raises FormatError if nothing is there, if the kind is unknown, or if it is damaged.
     """
     path = path.expanduser()
+    if path == _EMBEDDED and not path.exists():
+        path = EMBEDDED
     if path.is_dir():
         if (path / SESSION_FILE).exists():
             return _inspect_chat(path)
@@ -94,12 +99,15 @@ def inspect_path(path: Path) -> Finding:
             return _inspect_prefixes(path)
         if (path / FILE).exists():
             return _inspect_sessions(path)
+        if (model := find_gguf(path)) is not None:
+            return _inspect_gguf(model)
         raise FormatError(
-            f"{path} holds no {SESSION_FILE}, config.json, {CHECKPOINTS_FILE} or {FILE}; give a saved sequence, a "
-            "saved chat, the folder of a prefix cache or of a server's sessions, or a model's folder"
+            f"{path} holds no {SESSION_FILE}, config.json, {CHECKPOINTS_FILE}, {FILE} or GGUF file; give a saved "
+            "sequence, a saved chat, the folder of a prefix cache or of a server's sessions, or a model's folder or "
+            "GGUF file"
         )
     if not path.exists():
-        raise FormatError(f"there is no {path}; give a saved sequence, a saved chat, or a model's folder")
+        raise FormatError(f"there is no {path}; give a saved sequence, a saved chat, or a model's folder or GGUF file")
     if path.name == CHECKPOINTS_FILE:
         return _inspect_prefixes(path.parent)
     if path.name == SESSION_FILE:
@@ -221,15 +229,18 @@ def _inspect_model(path: Path) -> Finding:
 
 
 def _inspect_gguf(path: Path) -> Finding:
+    """Inspect a GGUF file. The names and shapes of all tensors are compared with those that the model needs."""
     file = GgufFile(path)
     facts: dict[str, Any] = {"architecture": file.architecture, "tensors": len(file)}
     try:
-        config = read_gguf_config(file)
-        spec = dry_model(config, config.architectures[0]).memory_spec
+        opened = open_model(path)
+        config, spec = opened.config, opened.dry_spec()
+        template = file.value("tokenizer.chat_template", is_needed=False)
         facts |= {
-            "dtype": str(spec.dtype).removeprefix("torch."), "vocabulary": spec.vocab_size, "layers": len(spec.layers),
-            **_layers_by_kind(spec), "loads": "its config does",
-            **_describe_weights(config, find_files(path, config)),
+            "dtype": str(spec.dtype).removeprefix("torch."), "vocabulary": spec.vocab_size, **_context(config),
+            "chat template": "yes" if template else "no: it continues texts, and does not chat",
+            "layers": len(spec.layers), **_layers_by_kind(spec), **_describe_weights(config, find_files(path, config)),
+            "loads": "yes",
         }  # fmt: skip
     except (UnsupportedModelError, FormatError) as error:
         facts["loads"] = f"no: {error}"
@@ -254,6 +265,7 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
     facts = {
         "dtype": str(dtype).removeprefix("torch."),
         "vocabulary": spec.vocab_size,
+        **_context(config),
         "layers": len(spec.layers),
         **_layers_by_kind(spec),
         **_describe_weights(config, checkpoint),
@@ -299,6 +311,12 @@ def _describe_weights(config: PreTrainedConfig, files: Checkpoint | None) -> dic
     if any(kind.stored is not None for kind in kinds):
         told["weights that auto holds"] = dict(sorted((str(kind), n) for kind, n in kinds.items()))
     return told
+
+
+def _context(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the most tokens for which the model was made, if its config names them."""
+    n_tokens = named_context_tokens(config)
+    return {} if n_tokens is None else {"tokens of context": n_tokens}
 
 
 def _layers_by_kind(spec: MemorySpec) -> dict[str, str]:

@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 
 Option = typer.Option
 _USUAL_CONTEXT_TOKENS = 32_768
+_USUAL_WINDOW_TOKENS = 64
 
 
 def plan(
     model: Annotated[
-        str, Option(help='Name a checkpoint\'s folder, a config.json, a hub id, or "embedded". Weights are not read.')
+        str,
+        Option(
+            help='Name a checkpoint\'s folder, a GGUF file, a config.json, a hub id, or "embedded". Weights are not '
+            "read."
+        ),
     ] = "embedded",
     budget: Annotated[str, Option(help="The weights and memories share this many bytes, such as 160GiB.")] = "1GiB",
     context: Annotated[
@@ -32,7 +37,7 @@ def plan(
     ] = "auto",
     window: Annotated[
         int, Option(min=0, help="The rollback window: this many tokens can be taken back without a checkpoint.")
-    ] = 64,
+    ] = _USUAL_WINDOW_TOKENS,
     keep: Annotated[str, Option(help="Eviction policies keep this share of the context.")] = "20%",
     device: Annotated[
         str,
@@ -84,14 +89,21 @@ def plan(
     from hybridmem.chat.planning.quantities import read_share, read_tokens
     from hybridmem.chat.planning.report import Question, make_report
     from hybridmem.chat.planning.view import print_plan
+    from hybridmem.memory import SpecError
     from hybridmem.memory.blocks import read_budget
     from hybridmem.models import weight_bytes
 
     check_draft_options(draft_model, draft_head, window)
     is_counted = weights != "none"
     language_model, architecture = _read_model(model, dtype, weights if is_counted else "auto")
-    own_context = named_context_tokens(language_model.config) or _USUAL_CONTEXT_TOKENS
-    context_tokens = own_context if context == "auto" else read_tokens("--context", context)
+    own_tokens = named_context_tokens(language_model.config)
+    usual_tokens = own_tokens or _USUAL_CONTEXT_TOKENS
+    context_tokens = usual_tokens if context == "auto" else read_tokens("--context", context)
+    if window > max(context_tokens, _USUAL_WINDOW_TOKENS):
+        raise SpecError(
+            f"--window {window} reaches further back than a session of {context_tokens:,} tokens; give fewer tokens, "
+            "or a longer --context"
+        )
     drafting = None
     if draft_head != NONE:
         drafting = _read_draft_head(language_model, model, draft_head, weights if is_counted else "auto")
@@ -107,7 +119,7 @@ def plan(
     question = Question(
         spec, architecture, budget_bytes, context_tokens, window,
         read_share("--keep", keep), 0 if encoder is None else read_tokens("--encoder", encoder), taken, is_counted,
-        drafting,
+        drafting, own_tokens,
     )  # fmt: skip
     report = make_report(question)
     if is_json:

@@ -11,7 +11,7 @@ from hybridmem.defaults import ROLLBACK_WINDOW, STEP_TOKENS
 SERVE: tuple[Option, ...] = (
     # These options concern the model and its memory.
     Option("model", "text", "embedded",
-           'Name a checkpoint\'s folder, a hub id, or "embedded" for the small model that is included.'),
+           'Name a checkpoint\'s folder, a GGUF file, a hub id, or "embedded" for the small model that is included.'),
     Option("device", "text", "cpu", "The model and its memory live on this device, such as cpu or cuda."),
     Option("dtype", "text", "auto", "Compute in float32, bfloat16 or float16; auto takes the checkpoint's own."),
     Option("weights", "text", "auto",

@@ -84,7 +84,9 @@ def simulate(
     ] = None,
     trace: Annotated[Path | None, Option(help="Replay the events of this JSONL file instead.")] = None,
     save_trace: Annotated[Path | None, Option(help="Write the events to this JSONL file.")] = None,
-    model: Annotated[str, Option(help='Name a checkpoint\'s folder, a hub id, or "embedded".')] = "embedded",
+    model: Annotated[
+        str, Option(help='Name a checkpoint\'s folder, a GGUF file, a hub id, or "embedded".')
+    ] = "embedded",
     device: Annotated[str, Option(help="The model and its memory live on this device, such as cpu or cuda.")] = "cpu",
     dtype: Annotated[str, Option(help="Compute in float32, bfloat16 or float16; auto: the checkpoint's.")] = "auto",
     weights: Weights = "auto",

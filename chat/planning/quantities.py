@@ -28,5 +28,5 @@ def read_share(option: str, text: str) -> float:
     match = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,6})?|\.\d{1,6})\s*(%?)\s*", text, re.ASCII)
     share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
     if not 0 < share <= 1:
-        raise SpecError(f"{option} {text!r}; give a share of the context above 0, such as 0.2 or 20%")
+        raise SpecError(f"{option} {text!r}; give a share of the context, above 0 and at most 1, such as 0.2 or 20%")
     return share

@@ -48,6 +48,7 @@ class Question:
     Attributes:
         drafting: the spec of the memory of a draft model or head, which holds as many sessions. `weight_bytes` includes
             the weights of what drafts.
+        own_context_tokens: the most tokens for which the model was made. None: its config names no limit.
     """
 
     spec: MemorySpec
@@ -60,6 +61,12 @@ class Question:
     weight_bytes: int = 0
     has_weights: bool = True
     drafting: MemorySpec | None = None
+    own_context_tokens: int | None = None
+
+    @property
+    def exceeds_context(self) -> bool:
+        """True if sessions are longer than those for which the model was made."""
+        return self.own_context_tokens is not None and self.context_tokens > self.own_context_tokens
 
     @property
     def budget_bytes(self) -> int:
@@ -139,8 +146,8 @@ class Report:
             "model": question.spec.model, "device": str(question.spec.device),
             "dtype": str(question.spec.dtype).removeprefix("torch."), "weight_bytes": question.weight_bytes,
             "model_fits": question.model_fits, "budget_bytes": question.budget_bytes,
-            "context_tokens": question.context_tokens, "rollback_window": question.window_tokens,
-            "n_sessions": self.n_sessions, "session": asdict(session),
+            "context_tokens": question.context_tokens, "own_context_tokens": question.own_context_tokens,
+            "rollback_window": question.window_tokens, "n_sessions": self.n_sessions, "session": asdict(session),
             "draft_session": question.draft_session and asdict(question.draft_session),
             "attention_token_bytes": self.attention_token_bytes, "attention_overtakes_states_at": self.overtakes_at,
             "checkpoint_bytes": self.checkpoint_bytes[0], "checkpoint_bytes_with_tail": self.checkpoint_bytes[1],

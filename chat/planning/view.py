@@ -70,7 +70,12 @@ def _roles(n_states: int, window_tokens: int) -> str:
 
 
 def _remarks(report: Report) -> list[str]:
-    lines, drafts = [], report.question.draft_session
+    question, lines, drafts = report.question, [], report.question.draft_session
+    if question.exceeds_context:
+        lines.append(
+            f"The model was made for {question.own_context_tokens:,} tokens: generate, chat and serve end a reply "
+            "there, and what it writes after them is likely wrong."
+        )
     if drafts is not None:
         lines.append(f"The memory of what drafts holds {format_bytes(drafts.most_bytes)} more for each session.")
     if report.attention_token_bytes is not None:

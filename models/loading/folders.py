@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hybridmem.memory.errors import FormatError
 from hybridmem.models.loading.architectures import ARCHITECTURES, REFUSED, ModelClass
 from hybridmem.models.loading.compiler import light_configs
-from hybridmem.models.loading.gguf import GgufFile, find_gguf, is_gguf, read_gguf_config
+from hybridmem.models.loading.gguf import GgufFile, find_gguf, is_gguf, list_gguf, read_gguf_config
 from hybridmem.models.loading.model_list import import_models
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 
@@ -21,6 +21,8 @@ EMBEDDED = Path(__file__).parent.parent / "embedded"
 
 _DOWNLOAD_ERRORS = (OSError, ValueError)
 """The errors of the hub's library: for a failed request, for a model not in its cache, and for an impossible name."""
+_MOST_NAMED = 8
+"""An error names at most so many files."""
 _WANTED = "give a checkpoint's folder, a GGUF file, 'embedded', or a hub id such as 'owner/name'"
 
 
@@ -36,9 +38,11 @@ def find_folder(path_or_hub_id: str | Path) -> Path:
     if folder.exists():
         if is_gguf(folder):
             return folder
-        raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+        raise FormatError(
+            f"{folder} is a file; give the folder that holds config.json and the safetensors files, or a GGUF file"
+        )
     if not _is_hub_id(str(path_or_hub_id)):
-        raise FormatError(f"there is no folder {folder}; {_WANTED}")
+        raise FormatError(_say_missing(folder))
     from huggingface_hub import snapshot_download
 
     try:
@@ -49,7 +53,17 @@ def find_folder(path_or_hub_id: str | Path) -> Path:
 
 
 def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and name[0] not in "/.~"
+    return name.count("/") == 1 and name[0] not in "/.~" and not is_gguf(Path(name))
+
+
+def _say_missing(path: Path) -> str:
+    """Return the message for a path at which nothing is. For a GGUF file, it names those that are beside it."""
+    if not is_gguf(path):
+        return f"there is no folder or file {path}; {_WANTED}"
+    if not path.parent.is_dir():
+        return f"there is no file {path}, because there is no folder {path.parent}; {_WANTED}"
+    beside = ", ".join(other.name for other in list_gguf(path.parent)[:_MOST_NAMED])
+    return f"there is no file {path}; {f'{path.parent} holds {beside}' if beside else _WANTED}"
 
 
 def find_config(path_or_hub_id: str | Path) -> Path:
@@ -88,14 +102,16 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
             "peft_model.merge_and_unload(), and save that"
         )
     if not path.exists():
-        raise FormatError(f"{place} has no config.json; give the folder of a checkpoint in Hugging Face layout")
+        raise FormatError(
+            f"{place} has no config.json; give the folder of a checkpoint in Hugging Face layout, or a GGUF file"
+        )
     try:
         raw = json.loads(path.read_text())
         architectures = raw.get("architectures") or [f"unnamed ({raw.get('model_type', 'no model_type')})"]
         if not (isinstance(architectures, list) and isinstance(architectures[0], str)):
             raise ValueError(f"architectures={architectures!r}")
     except (ValueError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{path} is no JSON object that names an architecture: {error}") from error
+        raise FormatError(f"{path} is no JSON object that names an architecture ({error}); {_WANTED}") from error
     if architectures[0] not in ARCHITECTURES:
         raise unsupported(architectures[0])
     import_models()

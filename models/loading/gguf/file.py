@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridmem.memory.blocks import ceil_div
 from hybridmem.memory.errors import FormatError
-from hybridmem.models.loading.gguf.header import Header, StoredTensor
+from hybridmem.models.loading.gguf.header import Header, StoredTensor, begins_as_gguf
 from hybridmem.models.weights.checkpoint import UnsupportedModelError
 from hybridmem.models.weights.coded import CodedTensor
 from hybridmem.models.weights.gguf_forms import FORMS
@@ -40,8 +40,10 @@ def import_gguf(path: Path) -> Any:
 
 
 def is_gguf(path: Path) -> bool:
-    """True if the path names a GGUF file."""
-    return path.suffix.lower() == SUFFIX and not path.is_dir()
+    """True if the path names a GGUF file, by its suffix or its first bytes: some stores use no suffix."""
+    if path.is_dir():
+        return False
+    return path.suffix.lower() == SUFFIX or (path.is_file() and begins_as_gguf(path))
 
 
 def find_gguf(folder: Path) -> Path | None:
@@ -50,13 +52,18 @@ def find_gguf(folder: Path) -> Path | None:
     Raises:
         FormatError: there are several models.
     """
-    found = [path for path in sorted(folder.glob(f"*{SUFFIX}")) if not _is_later_shard(path)]
+    found = list_gguf(folder)
     if not found or any(folder.glob("*.safetensors")):
         return None
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         raise FormatError(f"{folder} holds several models, {names}; give the path of one of them")
     return found[0]
+
+
+def list_gguf(folder: Path) -> list[Path]:
+    """Return the GGUF models in a folder, sorted. Of a model in several files, it is the first file."""
+    return [path for path in sorted(folder.glob(f"*{SUFFIX}")) if not _is_later_shard(path)]
 
 
 def _is_later_shard(path: Path) -> bool:

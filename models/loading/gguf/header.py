@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _MAGIC = b"GGUF"
+_POINTER = b"version https://git-lfs"
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 """Maps the type of a number in the file to its format for `struct`."""
@@ -52,6 +53,15 @@ BLOCK_TYPES = {
 """Maps a type's number in the file to the type of tensors."""
 
 
+def begins_as_gguf(path: Path) -> bool:
+    """True if a file's first bytes are those of every GGUF file. A file that cannot be read is none."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_MAGIC)) == _MAGIC
+    except OSError:
+        return False
+
+
 @dataclass(frozen=True)
 class StoredTensor:
     """Describes a tensor of a file.
@@ -80,12 +90,17 @@ class Header:
     """
 
     def __init__(self, path: Path) -> None:
+        if not path.stat().st_size:
+            raise ValueError("it is empty")
         with path.open("rb") as file:
             # The mapping is private: pages are copied if somebody writes to them, and the file stays as it is.
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         self._at = 0
-        if self._take(4) != _MAGIC:
+        if self._data[: len(_POINTER)] == _POINTER:
+            raise ValueError("it is a pointer of Git LFS, for which git lfs pull fetches the file")
+        if self._data[: len(_MAGIC)] != _MAGIC:
             raise ValueError("it does not begin with GGUF")
+        self._skip(len(_MAGIC))
         if self._data[4:6] == b"\0\0":
             raise ValueError("its numbers begin with the highest byte, as on few machines; convert the model anew")
         self._u32, self._u64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -134,7 +149,7 @@ class Header:
             raise ValueError(f"{name} has rows of {n_last} numbers, which are no blocks of {of.name}")
         n_bytes = n_numbers // of.n_numbers * of.n_bytes
         if start + n_bytes > len(self._data):
-            raise ValueError(f"a tensor of shape {list(shape)} at byte {start} of {len(self._data)}")
+            raise ValueError(f"{name} should end at byte {start + n_bytes:,}, but the file ends at {len(self._data):,}")
         raw = np.frombuffer(self._data, np.uint8, n_bytes, start)
         if of.name in ("F32", "F16"):
             numbers = raw.view(np.dtype(f"<f{of.n_bytes}"))
@@ -149,7 +164,9 @@ class Header:
 
     def _skip(self, n_bytes: int) -> None:
         if n_bytes > len(self._data) - self._at:
-            raise ValueError(f"{n_bytes} bytes at byte {self._at} of {len(self._data)}")
+            raise ValueError(
+                f"{n_bytes:,} bytes should follow byte {self._at:,}, but the file ends at {len(self._data):,}"
+            )
         self._at += n_bytes
 
     def _numbers(self, kinds: str) -> tuple[int, ...]:
@@ -185,7 +202,9 @@ class Header:
             for _ in range(n):
                 at += read(data, at)[0] + 8
         except (struct.error, OverflowError):
-            raise ValueError(f"{n:,} texts at byte {self._at} of {len(data)}") from None
+            raise ValueError(
+                f"{n:,} texts should follow byte {self._at:,}, but the file ends at {len(data):,}"
+            ) from None
         self._skip(at - self._at)
 
     # These methods make Python objects of values.

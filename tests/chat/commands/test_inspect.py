@@ -129,6 +129,8 @@ def test_a_model() -> None:
     assert facts["mamba1"].startswith("4 × ") and facts["attention"] == "2 × 4 query and 2 key heads of 32"
     assert found["by_kind"] == {"F32": sum(t.nbytes for t in load_file(EMBEDDED / "model.safetensors").values())}
     assert found["by_kind"]["F32"] <= weight_bytes(load_model("embedded"))
+    assert facts["tokens of context"] == load_model("embedded").config.max_position_embeddings
+    assert inspect(Path("embedded")) == found, "its name is that of other commands"
 
 
 def test_a_config_alone_and_one_that_nobody_implements(tmp_path: Path) -> None:
@@ -172,7 +174,7 @@ def test_damaged_and_foreign_files_are_one_line(saved: tuple[Path, dict[str, int
     assert_refused(EMBEDDED / "model.safetensors", "no sequence")
     assert_refused(Path(__file__), "no safetensors")
     assert_refused(tmp_path, "checkpoints.safetensors")
-    assert_refused(tmp_path / "nowhere", "there is no")
+    assert_refused(tmp_path / "nowhere", "there is no", "GGUF file")
     for content in ("", "[1]", "{}", "[" * 100_000, '{"architectures"'):
         (tmp_path / "config.json").write_text(content)
         assert_refused(tmp_path)

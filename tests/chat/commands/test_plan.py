@@ -200,7 +200,8 @@ def test_shares() -> None:
         (["--dtype", "int3"], "int3"), (["--state-dtype", "int3"], "--state-dtype"),
         (["--model", "nowhere"], "nowhere"),
         (["--model", "."], "config.json"), (["--weights", "int3"], "int3"),
-        (["--encoder", "9"], "no encoder"),
+        (["--encoder", "9"], "no encoder"), (["--keep", "200%"], "at most 1"),
+        (["--context", "1k", "--window", "99999999"], "than a session of 1,024 tokens; give fewer tokens"),
     ],
 )  # fmt: skip
 def test_nonsense_is_one_line(options: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,10 +217,23 @@ def test_configs_that_are_none_are_one_line(tmp_path: Path) -> None:
         ("b.json", "[1]"),
         ("c.json", '{"architectures": ["Nothing"]}'),
         ("d.json", '{"architectures": 5}'),
+        ("e.bin", ""),
     ):
         (tmp_path / name).write_text(content)
         result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path / name)])
         assert (result.exit_code, result.stdout, len(result.stderr.splitlines())) == (1, "", 1), (name, result.output)
+        assert "c.json" in name or "give a checkpoint's folder, a GGUF file" in result.stderr
+
+
+def test_sessions_beyond_the_context_of_the_model_are_told() -> None:
+    """The figures are still those of such sessions."""
+    for context, is_told in (("256k", False), ("1m", True)):
+        options = ["plan", "--model", str(CONFIGS / "jamba-1.5-mini.json"), "--budget", "160GiB", "--context", context]
+        shown = " ".join(CliRunner().invoke(app, options).stdout.split())
+        assert ("The model was made for 262,144 tokens: generate, chat and serve end a reply there" in shown) is is_told
+    found = plan("jamba-1.5-mini", "--context", "1m")
+    assert (found["context_tokens"], found["own_context_tokens"]) == (1 << 20, 1 << 18)
+    assert plan("mamba-2.8b", "--context", "1k")["own_context_tokens"] is None
 
 
 def test_a_draft_model_takes_its_part_of_the_budget() -> None:

@@ -630,7 +630,9 @@ def test_what_was_never_said_cannot_be_taken_back(embedded: Any, tokenizer: Toke
 def test_tokenizers_without_a_usable_template_are_refused(embedded: Any) -> None:
     bare = load_tokenizer(EMBEDDED)
     bare.chat_template = None
-    with pytest.raises(FormatError, match="no chat template"):
+    with pytest.raises(
+        FormatError, match=r"no chat template, so it only continues texts.*/v1/completions; to chat, set"
+    ):
         ChatSession(make_engine(embedded, bare))
     strict = load_tokenizer(EMBEDDED)
     strict.chat_template = strict.chat_template.replace("'system'", "'none'")

@@ -290,12 +290,50 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
         path.write_bytes(damaged)
         with pytest.raises(FormatError, match=r"model\.gguf"):
             load_model(path)
-    with pytest.raises(FormatError, match="no folder"):
-        load_model(tmp_path / "other.gguf")
     shard = tmp_path / "m-00001-of-00002.gguf"
     shard.write_bytes(content)
     with pytest.raises(FormatError, match=r"00002-of-00002\.gguf is missing"):
         load_model(shard)
+
+
+def test_what_is_wrong_with_a_file_is_said_in_words_of_its_user(tmp_path: Path) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "model.gguf")
+    content = path.read_bytes()
+    for damaged, words in (
+        (b"", "it is empty"),
+        (b"GGUF\3\0\0\0", "16 bytes should follow byte 8, but the file ends at 8"),
+        (b"<!doctype html>", "does not begin with GGUF"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "a pointer of Git LFS.*git lfs pull"),
+        (content[:-5000], f"should end at byte .* but the file ends at {len(content) - 5000:,}"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(
+            FormatError, match=rf"model\.gguf is no GGUF file, or damaged \(.*{words}.*download it again"
+        ):
+            load_model(path)
+
+
+def test_a_missing_file_is_no_folder_and_the_files_beside_it_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FormatError, match=r"there is no file .*model\.gguf; give .*a GGUF file"):
+        load_model(tmp_path / "model.gguf")
+    with pytest.raises(FormatError, match=r"there is no file .*model\.gguf, because there is no folder .*none;"):
+        load_model(tmp_path / "none" / "model.gguf")
+    for name in ("b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "a.gguf"):
+        (tmp_path / name).touch()
+    with pytest.raises(FormatError, match=r"there is no file .*; .* holds a\.gguf, b-00001-of-00002\.gguf$"):
+        load_model(tmp_path / "model.gguf")
+    # With one slash it could be a hub id, for which somebody without a network would wait half a minute.
+    monkeypatch.chdir(tmp_path.parent)
+    with pytest.raises(FormatError, match="there is no file"):
+        load_model(f"{tmp_path.name}/model.gguf")
+
+
+def test_a_file_is_known_by_its_content_where_its_name_has_no_suffix(tmp_path: Path) -> None:
+    path = write_gguf(EMBEDDED, tmp_path / "model.gguf").rename(tmp_path / "sha256-0123")
+    assert load_model(path).memory_spec.vocab_size == load_model("embedded").memory_spec.vocab_size
+    assert load_tokenizer(path).encode("a") and inspect_path(path).facts["loads"] == "yes"
 
 
 def test_what_a_file_holds_can_be_seen_without_loading_it(tmp_path: Path) -> None:
@@ -308,6 +346,24 @@ def test_what_a_file_holds_can_be_seen_without_loading_it(tmp_path: Path) -> Non
     )
     told = found.facts["weights that auto holds"]
     assert set(told) == {"Q8_0, as stored", "bfloat16"} and told["Q8_0, as stored"] > told["bfloat16"] > 0
+    assert found.facts["loads"] == "yes" and found.facts["chat template"].startswith("no: it continues texts")
+    assert found.facts["tokens of context"] == config.max_position_embeddings
+
+
+def test_a_folder_with_a_file_is_inspected_as_it_is_loaded(tmp_path: Path) -> None:
+    path = write_gguf(EMBEDDED, tmp_path / "one.gguf")
+    assert inspect_path(tmp_path) == inspect_path(path) and inspect_path(path).facts["chat template"] == "yes"
+    shutil.copy(path, tmp_path / "two.gguf")
+    for read in (inspect_path, load_model):
+        with pytest.raises(FormatError, match=r"several models, one\.gguf, two\.gguf; give the path of one of them"):
+            read(tmp_path)
+
+
+def test_a_file_without_a_tensor_that_the_model_needs_does_not_load_and_inspect_names_it(tmp_path: Path) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes().replace(b"output_norm.weight", b"output_mode.weight"))
+    loads = inspect_path(path).facts["loads"]
+    assert loads.startswith("no: ") and "output_norm.weight" in loads
 
 
 def test_without_the_package_of_names_it_is_said_what_to_install(
