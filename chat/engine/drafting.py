@@ -32,7 +32,7 @@ draft of a text has twice as many.
 """
 _PROBED_RATE = 0.6
 """What drafts from texts cost is measured when this share of them would have been right."""
-_LOOKING_SHARE, _LONGEST_REST = 0.01, 32
+_LOOKING_SHARE, _LONGEST_REST = 0.005, 32
 """Looking for drafts that are not found may take this share of the time. Otherwise some steps go without, at most so
 many in a row.
 """

@@ -186,9 +186,7 @@ def test_drafts_never_delay_the_end_of_a_batch(monkeypatch: pytest.MonkeyPatch, 
 
 
 @pytest.mark.parametrize("n_looping", [1, 4, 7, 8])
-def test_drafts_that_delay_the_end_of_a_batch_count_as_a_loss(
-    monkeypatch: pytest.MonkeyPatch, n_looping: int
-) -> None:
+def test_drafts_that_delay_the_end_of_a_batch_count_as_a_loss(monkeypatch: pytest.MonkeyPatch, n_looping: int) -> None:
     """All tokens of these drafts are right, but drafts of some replies make the steps of all others slower."""
     speed, counted = decode_batch(monkeypatch, n_looping, 0.001, adapts=False)
     assert (counted < 1) == (speed < 1) == (n_looping < 8)
