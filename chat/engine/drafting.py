@@ -162,7 +162,7 @@ class Drafting:
         return self._last.drafts
 
     def _share_of(self, plan: Plan, proposal: _Proposal) -> float:
-        """Return how many tokens' time of a plain step a right token of these drafts saves (`Pace.worth`): at most 1."""
+        """Return what a right token of these drafts saves (`Pace.worth`), in plain steps' time for one token."""
         if not proposal.drafts or not self._pace.plain.is_known:
             return 1.0
         right = [
