@@ -1,16 +1,26 @@
-"""Measures the bytes that a step takes for a tree of draft tokens, beside what other engines set aside for it."""
+"""Measures the bytes and the time that a step takes for a tree of draft tokens.
+
+It compares the bytes with what other engines set aside, and the time with that of plain steps and of chains.
+"""
 
 from __future__ import annotations
 
 import math
 import random
+import statistics
 import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
 from typing import Literal
+
+import torch
 
 from benchmarks.harness import Report
 from benchmarks.workloads import CONFIGS, save_random
 from hybridmem import HybridMemory
 from hybridmem.memory import RecurrentSpec, Sequence
+from hybridmem.memory.recorded import run_recorded
 from hybridmem.memory.trees.step import TreeStep
 from hybridmem.models import LanguageModel, load_model
 
@@ -25,6 +35,15 @@ NOTE = (
     "chains only; SGLang's intermediate_ssm has a state for each drafted token of each request; llama.cpp has a "
     "plane with a state for each drafted token where it rolls states back, and elsewhere copies the whole "
     "sequence to host memory and takes one path at a time."
+)
+
+CHAINS, BEST_CHAIN = (4, 8, 15), 8
+TIMES_NOTE = (
+    "Times are processor time of one thread, medians of steps that take turns, after prompts of 128 tokens. Of each "
+    "step, only the first token is kept. Plain steps and chains of up to 64 tokens are replayed, as in the engine. "
+    "Trees are not, because each has other paths. A step that takes as long as so many plain steps must give as many "
+    f"tokens to be worth it. A tree is faster than a chain of {BEST_CHAIN} only if it gives more times as many tokens "
+    "than the last column says."
 )
 
 
@@ -42,7 +61,7 @@ def draft_tree(n_tokens: int, width: int, seed: int = 0) -> list[int]:
 def trees(*, quick: bool) -> Report:
     """Measure bytes of trees of 16 and 64 tokens, of models in float32 and bfloat16."""
     report = Report("trees")
-    report.notes.append(NOTE)
+    report.notes += [NOTE, TIMES_NOTE]
     for name in ("jamba", "mamba2") if quick else ("jamba", "mamba", "mamba2", "bamba", "qwen3_5"):
         with tempfile.TemporaryDirectory() as folder:
             save_random(CONFIGS[name](), folder)
@@ -50,6 +69,9 @@ def trees(*, quick: bool) -> Report:
                 model = load_model(folder, dtype=dtype, progress=False)
                 for n_tokens in SIZES:
                     _measure(report, f"{name}, {dtype}", model, n_tokens)
+                if name == "jamba" and dtype == "float32":
+                    for n_sequences in (1, 8):
+                        _measure_times(report, name, model, n_sequences, n_rounds=12 if quick else 40)
     return report
 
 
@@ -100,3 +122,38 @@ def _row_bytes(model: LanguageModel) -> int:
     spec = model.memory_spec
     recurrent = [memory for layer in spec.layers for memory in layer if isinstance(memory, RecurrentSpec)]
     return sum(math.prod(memory.row_shape) for memory in recurrent) * spec.dtype.itemsize
+
+
+def _measure_times(report: Report, name: str, model: LanguageModel, n_sequences: int, n_rounds: int) -> None:
+    """Measure plain steps, and steps with a chain or a tree of drafts for each sequence, in one thread."""
+    torch.set_num_threads(1)
+    memory = HybridMemory(model.memory_spec, "2GiB", rollback_window=WINDOW)
+    sequences = [memory.open() for _ in range(n_sequences)]
+    memory.run(model, {own: [(i + at) % 1000 for at in range(128)] for i, own in enumerate(sequences)})
+
+    def feed(parents: list[int], *, is_tree: bool) -> None:
+        tokens = [*range(len(parents))]
+        given = dict.fromkeys(sequences, parents) if is_tree else None
+        outputs: Literal["last", "all"] = "all" if len(parents) > 1 else "last"
+        with memory.step(dict.fromkeys(sequences, tokens), outputs=outputs, parents=given) as step:
+            run_recorded(model, step)
+            if len(parents) > 1:
+                step.accept(dict.fromkeys(sequences, [0] if is_tree else 1))
+
+    runs: dict[str, Callable[[], None]] = {"plain": partial(feed, [-1], is_tree=False)}
+    runs |= {f"chain of {n}": partial(feed, [*range(-1, n)], is_tree=False) for n in CHAINS}
+    runs |= {f"tree of {n}": partial(feed, draft_tree(1 + n, WIDTH), is_tree=True) for n in SIZES}
+    seconds: dict[str, list[float]] = {run: [] for run in runs}
+    for i in range(8 + n_rounds):
+        for run, call in runs.items():
+            started = time.thread_time()
+            call()
+            if i >= 8:  # The first steps are recorded.
+                seconds[run].append(time.thread_time() - started)
+    medians = {run: statistics.median(own) for run, own in seconds.items()}
+    for run, median in medians.items():
+        of_plain, of_chain = median / medians["plain"], median / medians[f"chain of {BEST_CHAIN}"]
+        report.add("processor time of one step", {
+            "model": name, "sequences": n_sequences, "drafts of each": run, "ms": 1e3 * median,
+            "plain steps": of_plain, f"chains of {BEST_CHAIN}": of_chain,
+        })  # fmt: skip

@@ -32,8 +32,8 @@ from hybridmem.memory.step_checks import check_scale, check_scoring, check_serve
 Outputs = Literal["last", "all"]
 Rows = Outputs | tuple[int, ...]  # A tuple says for each request how many of its last tokens have outputs.
 
-_FEW_TOKENS = 16
-"""A step is captured in a CUDA graph if its requests have at most this many tokens.
+FEW_TOKENS = 16
+"""A step of a model is recorded if its requests have at most this many tokens, unless the caller says otherwise.
 
 The kernels of longer steps take so long that launching them costs little in comparison.
 """
@@ -342,15 +342,15 @@ class Step:
 
     # Recordings (`memory.recorded`) call the methods below.
 
-    @property
-    def layout(self) -> Hashable | None:
+    def layout(self, most_tokens: int = FEW_TOKENS) -> Hashable | None:
         """Return a key for recordings of this step.
 
-        Steps with the same key launch the same kernels at the same addresses. None: this step cannot be replayed.
+        Steps with the same key launch the same kernels at the same addresses. None: this step cannot be replayed, or a
+        request has more than `most_tokens` tokens.
         """
         opened = self._entered()
         counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
-        is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all() and not self._soft_runs
+        is_of_few = counts[0] <= most_tokens and (counts == counts[0]).all() and not self._soft_runs
         if place is None or self._served or not is_of_few or not self.owner.layers.can_capture(opened.plans):
             return None
         return place, int(counts[0]), self.outputs

@@ -27,7 +27,9 @@ _LOG = logging.getLogger("hybridmem.chat")
 MOST_DRAFTED = 32
 """A draft has at most this many tokens."""
 _PROBED = 3
-"""A draft that only measures what drafts cost, or tests whether a drafter is right, has this many tokens."""
+"""A draft that only measures what drafts cost, or tests whether a drafter is right, has this many tokens. Every other
+draft of a text has twice as many.
+"""
 _PROBED_RATE = 0.6
 """What drafts from texts cost is measured when this share of them would have been right."""
 _LOOKING_SHARE, _LONGEST_REST = 0.005, 32
@@ -148,6 +150,7 @@ class Drafting:
         self._ledger, self._n_tried, self._idle, self._model_rest = Ledger(), 0, 0, 0
         self._last = _Proposal()
         self._right: dict[Job, int] = {}
+        self._share = 1.0
 
     def propose(self, plan: Plan) -> Drafts:
         """Return drafts for a step, where they are expected to pay. Often there are none."""
@@ -155,7 +158,21 @@ class Drafting:
             self._idle, self._last = self._idle - 1, _IDLE
             return {}
         self._last = self._propose(plan)
+        self._share = self._share_of(plan, self._last)
         return self._last.drafts
+
+    def _share_of(self, plan: Plan, proposal: _Proposal) -> float:
+        """Return what a right token of these drafts saves (`Pace.worth`), in plain steps' time for one token."""
+        if not proposal.drafts or not self._pace.plain.is_known:
+            return 1.0
+        right = [
+            self._rate(job).expected(len(draft))
+            if job in proposal.modelled
+            else self._texts.expected(job, n_first(draft))
+            for job, draft in proposal.drafts.items()
+        ]
+        n_decoding = sum(not job.is_prefilling for job, _ in plan)
+        return self._pace.worth(n_decoding, right) / max(sum(right), 1e-9)
 
     def _propose(self, plan: Plan) -> _Proposal:
         if not self._most:
@@ -249,12 +266,10 @@ class Drafting:
             if is_mixed or not pace.plain.is_known:
                 return {}, False
             likely = [job for job, rate in rates.items() if rate.value >= _PROBED_RATE]
-            return {job: min(_PROBED, most[job]) for job in likely[:_TRIED_JOBS]}, False
+            n_probed = _PROBED * (1 + pace.drafted.n_noted % 2)  # Two sizes say what a row costs.
+            return {job: min(n_probed, most[job]) for job in likely[:_TRIED_JOBS]}, False
         if not self._text_ledger.allows(TRIED_SHARE, _FREE_STEPS * pace.plain.of(n)):
             return {}, False
-
-        # One token more for all jobs saves a step. One token more for a single job saves only its row of a later step.
-        part = min(1.0, pace.plain.slope * n / pace.plain.of(n))
 
         def speed(choice: tuple[dict[Job, int], bool]) -> float:
             lengths, is_branched = choice
@@ -265,8 +280,7 @@ class Drafting:
             if is_branched:
                 right = [n + self._gain(rates[job], others.get(job, [])) for n, job in zip(right, lengths, strict=True)]
                 n_drafted += sum(len(way) for job in lengths for way in others.get(job, []))
-            of_all = min(right) if len(right) == n else 0.0
-            worth = n * of_all + part * (sum(right) - len(right) * of_all)
+            worth = pace.worth(n, right)
             return pace.speed(n, n_drafted, worth, is_mixed=is_mixed, is_branched=is_branched)
 
         none, choices = dict[Job, int](), [(lengths, False) for lengths in lengths_of(rates, most)]
@@ -403,9 +417,10 @@ class Drafting:
             if not is_mixed and cost.is_known:  # The machine may have done something else in a slow step.
                 verified = min(verified, cost.of(n_fed + n_drafted) - plain)
             lost = last.seconds + verified
-            saved = sum(right.values()) * plain / n_decoding - lost
+            of_token = self._share * plain / n_decoding
+            saved = sum(right.values()) * of_token - lost
             for job, n_right in right.items():
-                job.generation.saved_seconds += n_right * plain / n_decoding - lost / len(right)
+                job.generation.saved_seconds += n_right * of_token - lost / len(right)
         is_known = bool(drafts) and not last.seconds and cost.is_known  # The first drafts may compile kernels.
         self._text_ledger.note(seconds, -saved if is_known else 0.0)
         if self._drafter is not None:

@@ -7,6 +7,7 @@ have fits of their own, because verifying several tokens of a sequence uses othe
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 _KEPT = 0.95
@@ -89,6 +90,11 @@ class Cost:
         """Return the seconds that one token more is expected to take."""
         return self._fitted().slope
 
+    @property
+    def has_sizes(self) -> bool:
+        """True if steps of different sizes were measured lately, so that the slope is not a guess."""
+        return self.is_known and self._fitted().is_of_sizes
+
     def _fitted(self) -> _Line:
         if self.line is None:
             self.line = _fit(
@@ -102,11 +108,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Line:
-    """Holds a line through measured costs: its middle, and the seconds of one token more."""
+    """Holds a line through measured costs: its middle, the seconds of one token more, and whether sizes differed."""
 
     mean_n: float
     mean_seconds: float
     slope: float
+    is_of_sizes: bool
 
 
 def _fit(points: list[tuple[float, int, float]]) -> _Line:
@@ -117,7 +124,9 @@ def _fit(points: list[tuple[float, int, float]]) -> _Line:
     variance = sum(w * (n - mean_n) ** 2 for w, n, _ in points)
     both = sum(w * (n - mean_n) * (seconds - mean_seconds) for w, n, seconds in points)
     most = mean_seconds / mean_n  # A token costs at most its proportional share of a step.
-    return _Line(mean_n, mean_seconds, most / 2 if variance < 0.25 * weight else min(max(both / variance, 0.0), most))
+    if variance < 0.25 * weight:
+        return _Line(mean_n, mean_seconds, most / 2, is_of_sizes=False)
+    return _Line(mean_n, mean_seconds, min(max(both / variance, 0.0), most), is_of_sizes=True)
 
 
 @dataclass
@@ -161,6 +170,18 @@ class Pace:
     def knows(self, *, is_mixed: bool) -> bool:
         """Return whether the costs of such steps are known, with and without drafts."""
         return self.plain.is_known and (self.mixed if is_mixed else self.drafted).is_known
+
+    def worth(self, n_sequences: int, right: Sequence[float]) -> float:
+        """Return how many tokens of plain steps the right tokens of drafts save, for as many drafts as `right` has.
+
+        One token more for all sequences saves a step. One token more for a single sequence saves only its row of a
+        later step, because the others still need that step. Where plain steps of one size only were measured, a row is
+        expected to take as long as a drafted one.
+        """
+        of_all = min(right) if len(right) == n_sequences else 0.0
+        row = (self.plain if self.plain.has_sizes or not self.drafted.has_sizes else self.drafted).slope
+        part = min(1.0, row * n_sequences / self.plain.of(n_sequences))
+        return n_sequences * of_all + part * (sum(right) - len(right) * of_all)
 
     def seconds(self, n_sequences: int, n_drafted: int, *, is_mixed: bool, is_branched: bool = False) -> float:
         """Return the expected seconds of a step that decodes and verifies drafts.

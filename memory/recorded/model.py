@@ -3,7 +3,7 @@
 A decode step consists of some hundreds of small kernels. A GPU runs them faster than the host can launch them one by
 one. For one sequence on a CPU, the Python code between the kernels takes as long as the kernels do. A recording runs
 the same kernels at the same addresses again. Only the plan differs from step to step, and plans of one layout are at
-the same addresses (`memory.blocks.staging`). So a recording serves every step whose `Step.layout` is that of the
+the same addresses (`memory.blocks.staging`). So a recording serves every step whose `Step.layout()` is that of the
 recorded step, under the same settings of torch. Equal layouts mean as many requests, of as many tokens each, with page
 tables of the same capacity.
 """
@@ -28,7 +28,7 @@ from hybridmem.memory.recorded.cuda_graphs import CudaGraphs, Run
 from hybridmem.memory.recorded.cuda_graphs import Recording as Graph
 from hybridmem.memory.recorded.kept import Kept
 from hybridmem.memory.sequences.interrupts import uninterrupted
-from hybridmem.memory.step import Step
+from hybridmem.memory.step import FEW_TOKENS, Step
 
 if TYPE_CHECKING:
     from hybridmem.memory.kernels.cpu.recording import Recording
@@ -56,7 +56,7 @@ products prepare their arguments anew between two steps.
 Model = Callable[[Step], Tensor]
 
 
-def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
+def run_recorded(model: Model, step: Step, *, most: int = _MOST, most_tokens: int = FEW_TOKENS) -> Tensor:
     """Run a model on a step, or replay a recording of a similar step. It replays only on the CPU and for few tokens.
 
     The first four steps of a layout are run. The next two are recorded. If both made the same calls, all later steps
@@ -72,6 +72,8 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
     Args:
         most: how many recordings of each model a memory keeps. A new recording takes the place of one that was not used
             for 1,024 steps.
+        most_tokens: a step in which a request has more tokens is run. The default keeps prompts out: their lengths
+            hardly recur, and their recordings would take the room of others.
 
     Cost: recording a step takes about three times as long as running it. Recordings hold what a step computes: at most
     256 MiB for all recordings of a model in a memory. A step that computes more than 128 MiB is not recorded.
@@ -84,7 +86,7 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST) -> Tensor:
     if torch.is_autocast_enabled("cpu") or has_modes():
         return model(step)
     kept: _CpuRecordings | None = step.recordings_of(model, _CpuRecordings)
-    layout = step.layout
+    layout = step.layout(most_tokens)
     if kept is None or layout is None:
         return model(step)
     key = layout, _settings("cpu")
@@ -240,7 +242,7 @@ class RecordedModel:
         """Return logits (rows, vocab), as the model does."""
         if not is_apart(step.token_ids.device):
             return run_recorded(self.model, step, most=self.most)
-        layout = None if step.notes or current_watch() is not None else step.layout
+        layout = None if step.notes or current_watch() is not None else step.layout()
         if layout is None:
             return self.model(step)
         key = layout, _settings(step.token_ids.device.type)

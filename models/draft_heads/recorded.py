@@ -77,7 +77,7 @@ class RecordedBlankHead:
         ):
             return self._head(step, rows_PM, n_pairs)
         self._steps.give(rows_PM, self._steps.head.places(step, n_pairs))
-        return run_recorded(self._steps, step)
+        return run_recorded(self._steps, step, most_tokens=_MOST_ROWS)
 
 
 class _BlankSteps:

@@ -169,3 +169,55 @@ def test_a_reply_that_repeats_does_not_slow_down_the_others() -> None:
         rows = sum(map(len, drafts.values()))
         drafting.note(plan, drafts, _STEP + 0.0001 * len(plan) + 0.0005 * rows)
     assert n_drafted < 24, "only those that measure what drafts cost"
+
+
+@pytest.mark.parametrize("n_looping", [1, 4, 7, 8])
+@pytest.mark.parametrize("row", [0.0002, 0.001])
+def test_drafts_never_delay_the_end_of_a_batch(monkeypatch: pytest.MonkeyPatch, n_looping: int, row: float) -> None:
+    """Eight replies begin and end together, and some of them loop.
+
+    Their right drafts would end these replies early, while each step of the others would take longer. All steps have
+    the same size at first, so it is not known what a reply less saves.
+    """
+    speed, _ = decode_batch(monkeypatch, n_looping, row, adapts=True)
+    assert speed > 0.98
+    if n_looping == 8:
+        assert speed > (2.5 if row < 0.001 else 1.1)
+
+
+@pytest.mark.parametrize("n_looping", [1, 4, 7, 8])
+def test_drafts_that_delay_the_end_of_a_batch_count_as_a_loss(monkeypatch: pytest.MonkeyPatch, n_looping: int) -> None:
+    """All tokens of these drafts are right, but drafts of some replies make the steps of all others slower."""
+    speed, counted = decode_batch(monkeypatch, n_looping, 0.001, adapts=False)
+    assert (counted < 1) == (speed < 1) == (n_looping < 8)
+    if n_looping == 8:
+        assert counted == pytest.approx(speed, abs=0.1)
+
+
+def decode_batch(
+    monkeypatch: pytest.MonkeyPatch, n_looping: int, row: float, *, adapts: bool, n_tokens: int = 400
+) -> tuple[float, float]:
+    """Return how many times as fast as plain steps a batch of eight replies ends, and the same by what was counted.
+
+    Each drafted row takes `row` seconds. Replies loop after 20 tokens.
+    """
+    clock, counted = [0.0], 0.0
+    monkeypatch.setattr("hybridmem.chat.engine.drafting.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    speculation = Speculation(looks_up=True, adapts=adapts)
+    drafting = Drafting(make_memory(Toy(), rollback_window=32), 256, speculation)
+    jobs, plain = [make_job(i) for i in range(8)], n_tokens * (_STEP + 0.0001 * 8)
+    for job in jobs:
+        job.tokens, job.sampler = [], SimpleNamespace(possible=len)
+    while going := [i for i, job in enumerate(jobs) if len(job.tokens) < n_tokens]:
+        plan, started = [(cast(Job, jobs[i]), 1) for i in going], clock[0]
+        drafts = drafting.propose(plan)
+        clock[0] += _STEP + 0.0001 * len(plan) + row * sum(map(len, drafts.values()))
+        for i, (job, _) in zip(going, plan, strict=True):
+            at, draft = len(job.tokens), drafts.get(job, [])
+            following = [7 if i < n_looping and n >= 20 else 1000 * i + n for n in range(at, at + len(draft) + 1)]
+            n_right = next((k for k, token in enumerate(draft) if token != following[k]), len(draft))
+            if draft:
+                drafting.count(job, draft, range(n_right))
+            job.tokens += following[: n_right + 1]
+        counted += drafting.note(plan, drafts, clock[0] - started)
+    return plain / clock[0], (clock[0] + counted) / clock[0]
