@@ -378,7 +378,8 @@ class Step:
     def serve(self, served: frozenset[PlaceKey]) -> None:
         """Mark layer memories as used in this step, because a replayed recording has used them."""
         self._entered()
-        self._served = {self._places[key] for key in served}
+        places = self._places
+        self._served = {places[key] for key in served}
 
     def watched(self) -> Step:
         """Return this step in a form for a model that is recorded.

@@ -139,8 +139,11 @@ class Replies:
         """
         if self._n_ended == self._n_choices:
             return None
-        async with asyncio.timeout(seconds):  # `wait_for` makes a task, which costs a hundredth of a first token.
+        if seconds is None:  # So most pieces come, and a timeout makes ten calls for each.
             piece = await self._pieces.get()
+        else:
+            async with asyncio.timeout(seconds):  # `wait_for` makes a task, which costs a hundredth of a first token.
+                piece = await self._pieces.get()
         self._measure(piece)
         if piece.is_last:
             self._n_ended += 1

@@ -248,15 +248,28 @@ class Placed(NamedTuple):
 def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor:
     """Upload an int64 array to the device without waiting. On the CPU the tensor shares memory with the array.
 
+    In a block of `in_one_copy`, the array is added to the open stage. A step that is captured may not upload elsewhere:
+    this raises StepError then.
+
     Args:
         room: rounds the array's capacity up, so that later, slightly larger plans keep the same addresses.
     """
-    # A step uploads ten arrays, so the usual case makes few calls.
-    if device.type in _APART or (_open_stage.get() is not None and _stage_for(device) is not None):
-        return _upload(array, device, room=room)
+    # A step uploads ten arrays, so the usual cases make few calls.
+    stage = _open_stage.get()
+    if stage is not None and stage.device.type == device.type:
+        return stage.add(array, _capacity(array.size, device) if room else array.size)
+    if device.type in _APART:
+        object_to_replays("a step that is recorded wants to upload what its plan does not hold")
+        copied = torch.from_numpy(array.copy())
+        return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
     if _watch.get() is not None:
         object_to_replays("the step makes an array that its plan does not hold")
     return torch.from_numpy(array)
+
+
+def _capacity(size: int, device: torch.device) -> int:
+    """Return for how many elements there is room. Kernels of the CPU read no more than the array: it may be large."""
+    return room_for(size) if is_apart(device) else max(_LEAST_ROOM, 1 << (size - 1).bit_length())
 
 
 def on_host(array: Int64s, device: torch.device) -> Int64s:
@@ -268,21 +281,6 @@ def on_host(array: Int64s, device: torch.device) -> Int64s:
         return array
     placed: Int64s = stage.add(array, array.size).numpy()
     return placed
-
-
-def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
-    """Add an array to the open stage, or upload it by itself.
-
-    In a captured step, uploading it by itself raises StepError.
-    """
-    if (stage := _stage_for(device)) is not None:
-        size = array.size
-        if room:  # Kernels of the CPU do not read beyond the array, so the room may be large.
-            size = room_for(size) if is_apart(device) else max(_LEAST_ROOM, 1 << (size - 1).bit_length())
-        return stage.add(array, size)
-    object_to_replays("a step that is recorded wants to upload what its plan does not hold")
-    copied = torch.from_numpy(array.copy())
-    return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
 
 
 def place(array: Int64s, device: torch.device) -> Placed:

@@ -5,7 +5,7 @@
 No small model follows the prompts of agents, of some ten thousand tokens. So a user's message says which replies follow
 it, one for each request: `[[CALL {"name": ..., "arguments": {...}}]]` calls a tool, `[[SAY text]]` is text, and
 `[[ON text]]` is text that goes on until it is cut. Everything else is the server's own: the prompts and their lengths,
-prefixes, streams, and how calls are written and read.
+prefixes, streams, and how calls are written and read. FOLDER/prompts.jsonl gets the tokens of each prompt, a line each.
 """
 
 from __future__ import annotations
@@ -44,17 +44,21 @@ _RESULT = re.compile(r"</tool_response>|Observation:")
 class Script:
     """Chooses the tokens of the reply that the last prompt with steps prescribes."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, prompts: Path) -> None:
         self._tokenizer = tokenizer
+        self._prompts = prompts
 
     def __call__(self, logits: Any, plan: list[tuple[Job, int]]) -> list[Chosen | None]:
         return [self._choose(job) if job.wants_choice(n_tokens) else None for job, n_tokens in plan]
 
     def _choose(self, job: Job) -> Chosen:
-        prompt = self._tokenizer.decode(job.tokens[: job.generation.n_prompt], skip_special_tokens=False)
-        kind, text = self._step(prompt)
+        tokens = [int(token_id) for token_id in job.tokens[: job.generation.n_prompt]]
+        kind, text = self._step(self._tokenizer.decode(tokens, skip_special_tokens=False))
         ids = self._tokenizer.encode(text, add_special_tokens=False)
         n_said = len(job.generation.token_ids)
+        if not n_said:
+            with self._prompts.open("a") as file:
+                print(json.dumps(tokens), file=file)
         if kind == "ON":
             return Chosen(ids[n_said % len(ids)])
         return Chosen(ids[n_said] if n_said < len(ids) else self._tokenizer.eos_token_id)
@@ -78,7 +82,7 @@ class Script:
 def main(folder: Path, *options: str) -> None:
     shutil.copytree(EMBEDDED, folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    script = Script(load_tokenizer(folder))
+    script = Script(load_tokenizer(folder), folder / "prompts.jsonl")
     serving.Engine = partial(Engine, choose=script, context_tokens=CONTEXT_TOKENS)  # type: ignore[misc]
     from hybridmem.chat.cli import main as run
 

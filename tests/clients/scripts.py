@@ -18,7 +18,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,6 +108,11 @@ class ScriptedServer:
         found = [json.loads(line) for line in lines if line.startswith("{") and "prompt_tokens" in line]
         return [{name: each[name] for name in ("status", "prompt_tokens", "cached_tokens")} for each in found]
 
+    def prompts(self) -> list[list[int]]:
+        """Return the tokens of all prompts so far whose replies have begun."""
+        written = self.folder / "model" / "prompts.jsonl"
+        return [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
+
     def wait_until_idle(self) -> None:
         """Wait until no generation is in progress."""
         end = time.monotonic() + _SECONDS
@@ -194,11 +199,16 @@ def restart(commands: tuple[list[str], list[str]], folder: Path, env: dict[str, 
 
 
 @contextmanager
-def small_server(folder: Path) -> Iterator[ScriptedServer]:
-    """Serve contexts of 4,096 tokens, into which no prompt of an agent fits."""
-    server = ScriptedServer(folder, options=("--max-tokens", "4096"))
+def serving(folder: Path, *options: str) -> Iterator[ScriptedServer]:
+    """Serve inside a `with` block, with options of the server. The server has seen no prompts before."""
+    server = ScriptedServer(folder, options=options)
     server.start()
     try:
         yield server
     finally:
         server.stop()
+
+
+def small_server(folder: Path) -> AbstractContextManager[ScriptedServer]:
+    """Serve contexts of 4,096 tokens, into which no prompt of an agent fits."""
+    return serving(folder, "--max-tokens", "4096")

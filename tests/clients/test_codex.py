@@ -2,80 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from programs import CODEX  # type: ignore[import-not-found]
 from scripts import (  # type: ignore[import-not-found]
     OTHER_WORDS,
     ScriptedServer,
     cancel,
     loop,
-    program,
     restart,
     run,
     small_server,
     steps,
-    version_of,
 )
 
-PACKAGE, VERSION = "Codex", version_of("@openai/codex")
-CONFIG = """
-model = "embedded"
-model_provider = "ours"
-approval_policy = "never"
-[model_providers.ours]
-name = "ours"
-base_url = "{url}/v1"
-wire_api = "responses"
-[analytics]
-enabled = false
-"""
-_ALONE = ("--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
-
-Ask = Callable[..., list[str]]
+PACKAGE, VERSION = CODEX.name, CODEX.version
+codex = CODEX.command
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Path:
-    return tmp_path
+def env(scripted: ScriptedServer, tmp_path: Path) -> dict[str, str]:
+    return dict(CODEX.configure(scripted, tmp_path))
 
 
-@pytest.fixture
-def env(scripted: ScriptedServer, home: Path) -> dict[str, str]:
-    return configured(home / "codex", scripted)
-
-
-def configured(folder: Path, server: ScriptedServer) -> dict[str, str]:
-    folder.mkdir()
-    (folder / "config.toml").write_text(CONFIG.format(url=server.url))
-    return {"CODEX_HOME": str(folder)}
-
-
-@pytest.fixture
-def codex() -> Ask:
-    path = str(program("codex"))
-    return lambda *words: [path, "exec", *_ALONE, *words]
-
-
-def test_a_loop(scripted: ScriptedServer, codex: Ask, home: Path, env: dict[str, str]) -> None:
+def test_a_loop(scripted: ScriptedServer, tmp_path: Path, env: dict[str, str]) -> None:
     """a loop with two tools, of whose prompts only new tokens are computed."""
-    loop((codex(steps("exec_command", "cmd")), codex(OTHER_WORDS)), home, env, scripted)
+    loop((codex(steps("exec_command", "cmd")), codex(OTHER_WORDS)), tmp_path, env, scripted)
 
 
-def test_cancel(scripted: ScriptedServer, codex: Ask, home: Path, env: dict[str, str]) -> None:
+def test_cancel(scripted: ScriptedServer, tmp_path: Path, env: dict[str, str]) -> None:
     """a reply that is cancelled."""
-    cancel(codex("[[ON one and two and ]]"), home, env, scripted)
+    cancel(codex("[[ON one and two and ]]"), tmp_path, env, scripted)
 
 
-def test_restart(scripted: ScriptedServer, codex: Ask, home: Path, env: dict[str, str]) -> None:
+def test_restart(scripted: ScriptedServer, tmp_path: Path, env: dict[str, str]) -> None:
     """a restart of the server in the middle of a session."""
     more = codex("resume", "--last", "And now? [[SAY Two.]]")
-    restart((codex("Hello. [[SAY One.]]"), more), home, env, scripted)
+    restart((codex("Hello. [[SAY One.]]"), more), tmp_path, env, scripted)
 
 
-def test_overflow(codex: Ask, home: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_overflow(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """a prompt that is too long, which it knows as such."""
+    command = codex("Hello.")
     with small_server(tmp_path_factory.mktemp("small")) as server:
         with pytest.raises(AssertionError, match="ran out of room in the model's context window"):
-            run(codex("Hello."), home, configured(home / "small", server))
+            run(command, tmp_path, CODEX.configure(server, tmp_path))
