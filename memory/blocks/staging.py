@@ -259,12 +259,16 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
     if stage is not None and stage.device.type == device.type:
         return stage.add(array, _capacity(array.size, device) if room else array.size)
     if device.type in _APART:
-        object_to_replays("a step that is recorded wants to upload what its plan does not hold")
-        copied = torch.from_numpy(array.copy())
-        return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
+        return _upload_alone(array, device)
     if _watch.get() is not None:
         object_to_replays("the step makes an array that its plan does not hold")
     return torch.from_numpy(array)
+
+
+def _upload_alone(array: Int64s, device: torch.device) -> Tensor:
+    object_to_replays("a step that is recorded wants to upload what its plan does not hold")
+    copied = torch.from_numpy(array.copy())
+    return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
 
 
 def _capacity(size: int, device: torch.device) -> int:

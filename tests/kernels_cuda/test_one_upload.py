@@ -68,18 +68,18 @@ class Uploads:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_sent = 0
-        send, upload = Stage.send, uploads._upload
+        send, upload = Stage.send, uploads._upload_alone
 
         def count(stage: Stage) -> None:
             self.n_sent += 1
             send(stage)
 
-        def upload_in_time(array: Int64s, *args: Any, **options: Any) -> Tensor:
+        def upload_in_time(array: Int64s, device: torch.device) -> Tensor:
             assert uploads._open_stage.get() is not None, f"{array.shape} goes up after the plan"
-            return upload(array, *args, **options)
+            return upload(array, device)
 
         monkeypatch.setattr(Stage, "send", count)
-        monkeypatch.setattr(uploads, "_upload", upload_in_time)
+        monkeypatch.setattr(uploads, "_upload_alone", upload_in_time)
 
 
 def outputs(subject: Subject, *, host_pages: bool, watched: Uploads | None) -> Tensor:
