@@ -378,8 +378,7 @@ class Step:
     def serve(self, served: frozenset[PlaceKey]) -> None:
         """Mark layer memories as used in this step, because a replayed recording has used them."""
         self._entered()
-        places = self._places
-        self._served = {places[key] for key in served}
+        self._served = set(map(self._places.__getitem__, served))
 
     def watched(self) -> Step:
         """Return this step in a form for a model that is recorded.
