@@ -48,7 +48,8 @@ def matrix_scan(
     copies = room_for_copies(state) if codes_of(state) else state
     for begin, end in pairwise(bounds):
         is_whole = (begin, end) == (0, len(is_long))
-        bodies, some = (x if is_whole else part_of(x, begin, end) for x in (state, copies))
+        bodies = state if is_whole else part_of(state, begin, end)
+        some = bodies if copies is state else copies if is_whole else part_of(copies, begin, end)
         rows = cu_rows[begin : end + 1]
         if is_simple and state.tail is not None and not is_long[begin]:
             read_states(inputs, bodies, some, rows, y_THV)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory.kernels import Erase, StateSlots, cpu, reference
@@ -20,6 +19,7 @@ from tests.memory.kernels.eight_bits import (
     assert_nothing_else_written,
     assert_same_bodies,
     in_8_bits,
+    matrix_case,
 )
 from tests.memory.kernels.tails import behind_tails, flats_of, forget_folded, matrix_rows, moved, rows_of
 from tests.subjects import IS_FULL
@@ -37,20 +37,10 @@ def run(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("state_dtype", one_in(2, EIGHT_BITS))
 def test_bodies_of_8_bits(state_dtype: str, mode: str, dtype: torch.dtype) -> None:
-    n_heads, n_groups, n_rows, n_columns = MODES[mode]
-    has_b, codes = "b" in mode.split(), EIGHT_BITS[state_dtype]
-    decays = (n_heads, n_columns) if has_b else (n_heads,)
-    rings = [(n_groups, n_columns), (n_heads, n_rows), decays]
-    rings += [(n_heads, n_columns), (n_heads, n_rows)] if has_b else []
-    slots = in_8_bits(behind_tails((n_heads, n_rows, n_columns), tuple(rings), COUNTS, LENGTHS, FOLDS, dtype), codes)
-    q, k, v = matrix_rows(N, *MODES[mode], dtype=dtype)
-    b = -torch.rand(N, n_heads, 1) * F.normalize(torch.randn(N, n_heads, n_columns), dim=-1)
-    erase = None if mode in ("adds", "odd columns") else Erase(k, b.to(dtype) if has_b else None, not has_b)
-    options = {} if has_b else {"strength_TH": torch.rand(N, n_heads), "skip_H": torch.randn(n_heads)}
-    inputs = (q, k, v, -torch.rand(N, *decays))
+    (*inputs, erase, slots), options = matrix_case(mode, EIGHT_BITS[state_dtype], dtype)
     ours, theirs = (moved((slots,), torch.device("cpu")) for _ in range(2))
-    expected = run(reference, theirs[0], inputs, erase, **options)
-    assert_kernel_close(run(cpu, ours[0], inputs, erase, **options), expected, dtype)
+    expected = run(reference, theirs[0], tuple(inputs), erase, **options)
+    assert_kernel_close(run(cpu, ours[0], tuple(inputs), erase, **options), expected, dtype)
     forget_folded(ours)
     forget_folded(theirs)
     for flat, twin in zip(flats_of(ours)[1:], flats_of(theirs)[1:], strict=True):
