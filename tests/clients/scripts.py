@@ -66,7 +66,7 @@ def steps(tool: str, argument: str, **more: object) -> str:
 
 @dataclass
 class ScriptedServer:
-    """The server of `scripted.py`, which may be stopped and started again at the same port.
+    """Runs the server of `scripted.py`, which may be stopped and started again at the same port.
 
     Attributes:
         folder: holds the model, the log, and the prefixes that outlive a restart.

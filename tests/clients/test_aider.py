@@ -1,4 +1,4 @@
-"""aider. It has no tools: it edits files by what a reply says.
+"""Asks aider, which has no tools: it edits files by what a reply says.
 
 Its dependencies exclude those of other clients, so it runs where the variable `AIDER` names its program.
 """

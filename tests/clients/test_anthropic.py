@@ -1,4 +1,4 @@
-"""Anthropic's own client."""
+"""Talks to the server with Anthropic's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Claude Code, as npm installs it."""
+"""Asks Claude Code, as npm installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codex, as npm installs it."""
+"""Asks Codex, as npm installs it."""
 
 from __future__ import annotations
 

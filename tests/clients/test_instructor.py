@@ -1,4 +1,4 @@
-"""Instructor: a class is filled in each of its modes for servers with OpenAI's interface."""
+"""Fills a class with Instructor, in each of its modes for servers with OpenAI's interface."""
 
 from __future__ import annotations
 

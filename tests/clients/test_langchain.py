@@ -1,4 +1,4 @@
-"""LangChain by langchain-openai."""
+"""Talks to the server with LangChain, by langchain-openai."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LangGraph, with LangChain's model for OpenAI."""
+"""Runs graphs of LangGraph with LangChain's model for OpenAI."""
 
 from __future__ import annotations
 

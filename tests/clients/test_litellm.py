@@ -1,4 +1,4 @@
-"""LiteLLM."""
+"""Talks to the server with LiteLLM."""
 
 from __future__ import annotations
 

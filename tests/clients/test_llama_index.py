@@ -1,4 +1,4 @@
-"""LlamaIndex by its client for servers like OpenAI's."""
+"""Talks to the server with LlamaIndex, by its client for servers like OpenAI's."""
 
 from __future__ import annotations
 

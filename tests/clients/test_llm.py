@@ -1,4 +1,4 @@
-"""The command llm, told of the server as its documentation says."""
+"""Runs the command llm, which is told of the server as its documentation says."""
 
 from __future__ import annotations
 

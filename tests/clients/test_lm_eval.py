@@ -1,4 +1,4 @@
-"""EleutherAI's evaluation harness: its scores are those that transformers computes."""
+"""Runs EleutherAI's evaluation harness, whose scores are those that transformers computes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ollama's own client."""
+"""Talks to the server with Ollama's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Open WebUI, by its own API, which asks the server as its page does.
+"""Asks Open WebUI by its own API, which asks the server as its page does.
 
 It brings a browser's page, databases and models of its own, some gigabytes, so it runs where the variable `OPEN_WEBUI`
 names its program.
@@ -46,7 +46,7 @@ Ask = Callable[..., str]
 
 @pytest.fixture
 def ask(scripted: ScriptedServer, tmp_path: Path) -> Iterator[Ask]:
-    """Open WebUI, for one user who needs no password."""
+    """Start Open WebUI for one user who needs no password, and return a function that asks it."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     env = {

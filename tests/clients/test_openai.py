@@ -1,4 +1,4 @@
-"""OpenAI's own client."""
+"""Talks to the server with OpenAI's own client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's library for agents."""
+"""Runs agents of OpenAI's library for agents."""
 
 from __future__ import annotations
 

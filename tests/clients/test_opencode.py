@@ -1,4 +1,4 @@
-"""opencode, as npm installs it."""
+"""Asks opencode, as npm installs it."""
 
 from __future__ import annotations
 

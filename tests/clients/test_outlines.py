@@ -1,4 +1,4 @@
-"""Outlines, whose forms of replies OpenAI's client sends."""
+"""Asks Outlines for forms of replies, which OpenAI's client sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pydantic AI."""
+"""Runs agents of Pydantic AI."""
 
 from __future__ import annotations
 

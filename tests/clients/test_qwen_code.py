@@ -1,4 +1,4 @@
-"""Qwen Code, as npm installs it."""
+"""Asks Qwen Code, as npm installs it."""
 
 from __future__ import annotations
 
