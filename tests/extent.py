@@ -26,8 +26,8 @@ only_in_long = pytest.mark.skipif(not IS_LONG, reason="TESTS=long runs it")
 """For tests that start processes or compile for seconds, beside others that show most of what these show."""
 
 few_cases = pytest.mark.few_cases
-"""For tests with many cases that take long: the default run tries three of them, other ones in each test."""
-N_FEW = 3
+"""For tests with many cases that take long: the default run tries two of them, other ones in each test."""
+N_FEW = 2
 _LONG_FORMS = re.compile(
     r"\b(pick|one_in|named|only_in_long|IS_LONG)\b|tests\.(interrupts|failure\.survive)|hypothesis"
 )

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.conformance import PEERS, write_page
 from hybridmem.memory.testing import PROMISES, Result, check
+from tests.extent import few_cases
 
 KNOWN = {
     # `crop` is wrong on a hybrid.
@@ -35,6 +36,7 @@ KNOWN = {
 """A fault that is gone is good news, and this table is to be changed."""
 
 
+@few_cases
 @pytest.mark.parametrize(("package", "subject", "promise"), KNOWN)
 def test_known_faults_are_found(package: str, subject: str, promise: str) -> None:
     if importlib.util.find_spec(package) is None:

@@ -17,6 +17,7 @@ from benchmarks.harness import Report, Samples, interleave, require_green
 from benchmarks.ours import Ours
 from benchmarks.workloads import Mixerless, Transformers
 from hybridmem.models import load_model
+from tests.extent import only_in_long
 from tests.models.checkpoints import CONFIGS, Peer, write_checkpoint
 
 
@@ -46,6 +47,7 @@ def test_a_report_is_written_twice(tmp_path: Path) -> None:
     assert "| jamba | 1.23 | 1,234 |" in text and "a note" in text and torch.__version__ in text
 
 
+@only_in_long
 def test_red_tests_have_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Starting a process for each processor takes longer than such tests take.
     monkeypatch.setenv("PYTEST_ADDOPTS", "-n 0")

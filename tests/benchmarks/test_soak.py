@@ -10,8 +10,10 @@ from torch import Tensor
 from benchmarks import soak
 from hybridmem.memory import Step
 from hybridmem.memory.testing import HybridAdapter, subjects
+from tests.extent import only_in_long
 
 
+@only_in_long
 def test_a_round_of_a_sound_memory(tmp_path: Path) -> None:
     tally = soak.Tally()
     soak.Round("hybrid", 0, tally, tmp_path).run()
@@ -19,6 +21,7 @@ def test_a_round_of_a_sound_memory(tmp_path: Path) -> None:
     assert len(tally.operations) >= 12 and len(tally.seconds) > 100
 
 
+@only_in_long
 def test_what_differs_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(**options: object) -> HybridAdapter:
         adapter = subjects.hybrid(**options)  # type: ignore[arg-type]

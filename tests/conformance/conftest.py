@@ -16,16 +16,13 @@ from hybridmem.memory.recurrences import FAMILIES
 from tests.extent import IS_LONG, IS_REST
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 
-_BY_TURNS = (
+_OF_ALL_IN_LONG = {
     "test_64_sequences_shuffled_equal_each_alone",
     "test_every_distance_at_once",
     "test_a_promise_of_the_kit_is_kept",
-)
-"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have. By default, each subject
-that adds no kind of memory meets one of the three.
-"""
-_OF_ALL_IN_LONG = {*_BY_TURNS, "test_every_split_of_a_prompt_equals_one_shot"}
-"""By default, prompts of models are split by `tests/models/test_parity.py` alone."""
+    "test_every_split_of_a_prompt_equals_one_shot",
+}
+"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have."""
 _WHOLE_MODELS = {"model:bamba defer", "model:deepseek-v3", "model:gemma2", "model:rwkv7"}
 """Models that run every test: for deferred states, latent attention, soft caps, and values of a first layer."""
 _ALIKE = {
@@ -41,14 +38,13 @@ _ALIKE = {
     "toy-scissorhands",
     "toy-snapkv-8-bit",
 }
-"""Subjects that add no kind of memory to the others': they run the tests above."""
+"""Subjects that add no kind of memory to the others': they meet the tests above alone."""
 _EACH_KIND = {"toy", "toy-attention", "toy-recurrent", "toy-sparse", "toy-quest", "toy-4-bit", "jamba", "mamba replay"}
 _OF_PLUGINS = {
     f"family:{name}" for name, own in FAMILIES.items() if not own.example.__module__.startswith("hybridmem.")
 }
-"""These and one subject for each kind of memory run every test. The rest, mostly pairs that differ in one choice, share
-the other tests between them: by default every fourth subject meets a test, in the long form every second, other ones in
-each test.
+"""These and one subject for each kind of memory run every test, and by default no others do. In the long form, every
+second of the rest meets a test, other ones in each test: most of them are pairs that differ in one choice.
 """
 
 
@@ -61,14 +57,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def subjects_of(test: str, *, in_long_form: bool) -> set[str]:
-    if in_long_form and test in _OF_ALL_IN_LONG:
+    if not in_long_form:
+        return _EACH_KIND | _OF_PLUGINS
+    if test in _OF_ALL_IN_LONG:
         return set(SUBJECTS)
-    if test in _BY_TURNS:
-        turn = _BY_TURNS.index(test)
-        return {name for i, name in enumerate(SUBJECTS) if name not in _ALIKE or i % len(_BY_TURNS) == turn}
     rest = [name for name in SUBJECTS if name not in _ALIKE and name not in _EACH_KIND]
-    step = 2 if in_long_form else 4
-    return _EACH_KIND | _OF_PLUGINS | set(rest[crc32(test.encode()) % step :: step])
+    return _EACH_KIND | _OF_PLUGINS | set(rest[crc32(test.encode()) % 2 :: 2])
 
 
 @pytest.fixture(scope="session")

@@ -68,6 +68,7 @@ def run_recurrence(spec: RecurrentSpec, recurrence: Recurrence, rows: Tensor) ->
         return step.recur(0, rows, recurrence)
 
 
+@only_in_long
 def test_the_policy_of_the_guide_evicts() -> None:
     names: dict[str, Any] = {"__name__": "guide"}
     for code in code_of("adding-a-policy.md"):

@@ -128,6 +128,7 @@ def test_the_reference_has_signatures_and_first_sentences_in_the_repository() ->
     assert "| `--budget` | `1GiB` | The memory" in (signatures.PAGES / "command-line.md").read_text(encoding="utf-8")
 
 
+@only_in_long
 def test_signatures_follow_the_source(tmp_path: Path) -> None:
     signatures = load_script("signatures")
     page = "# x\n\n::: memory.errors\n"

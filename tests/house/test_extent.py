@@ -32,15 +32,10 @@ def test_subjects_of_the_default_run_are_some_of_the_long_form(test: str) -> Non
     assert by_default <= in_long_form and "toy" in by_default
 
 
-def test_each_subject_meets_sequences_in_other_orders_or_every_distance_or_a_promise() -> None:
-    tests = (
-        "test_64_sequences_shuffled_equal_each_alone",
-        "test_every_distance_at_once",
-        "test_a_promise_of_the_kit_is_kept",
-    )
-    shuffled, distances, promises = (subjects_of(test, in_long_form=False) for test in tests)
-    assert shuffled | distances | promises == set(SUBJECTS) == subjects_of(tests[0], in_long_form=True)
-    assert shuffled != distances != promises != shuffled
+def test_each_subject_meets_what_it_can_break_in_the_long_form() -> None:
+    for test in ("test_64_sequences_shuffled_equal_each_alone", "test_a_promise_of_the_kit_is_kept"):
+        assert subjects_of(test, in_long_form=True) == set(SUBJECTS)
+    assert subjects_of("test_abort", in_long_form=True) != subjects_of("test_out_of_reach", in_long_form=True)
 
 
 @dataclass(frozen=True)

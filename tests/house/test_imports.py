@@ -108,6 +108,7 @@ UNUSED_BY_SERVERS = {
 }  # fmt: skip
 
 
+@only_in_long
 def test_a_server_of_a_gguf_file_imports_no_heavy_module(tmp_path: Path) -> None:
     """Each of these takes a twentieth of a second of every start, or more."""
     path = write_gguf(EMBEDDED, tmp_path / "model.gguf", "Q8_0")

@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from hybridmem import torch_ahead
+from tests.extent import only_in_long
 
 PROGRAM = """
 import sys, threading
@@ -24,6 +25,7 @@ assert torch.ones(2, 2).matmul(torch.ones(2, 2)).sum() == 8
 """
 
 
+@only_in_long
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux links libraries ahead")
 def test_the_library_is_linked_before_torch_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)

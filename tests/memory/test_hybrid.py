@@ -31,6 +31,7 @@ from hybridmem.memory.build import kernels_of
 from hybridmem.memory.eviction import H2O
 from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.recurrences import FAMILIES, Fold, GatedPool, SSDShape, mamba1_spec, rg_lru_spec, short_conv_spec
+from tests.extent import only_in_long
 from tests.inside import books, layer_memories
 from tests.toy import VOCAB, Toy
 
@@ -452,6 +453,7 @@ def test_a_dry_run_keeps_the_same_books(toy: Toy) -> None:
         real.run(None, {real.open(): [1]})
 
 
+@only_in_long
 def test_thousands_of_open_sequences() -> None:
     spec = replace(Toy().memory_spec, device=torch.device("meta"))
     memory = HybridMemory(spec, "1GiB", rollback_window=4)

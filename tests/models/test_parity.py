@@ -22,7 +22,7 @@ from hybridmem.memory.blocks.layout import Field
 from hybridmem.memory.blocks.pool import BlockPool
 from hybridmem.models import LanguageModel, load_model, plan_memory, weight_bytes
 from hybridmem.models.weights.coded import CodedTensor
-from tests.extent import named
+from tests.extent import few_cases, named
 from tests.inside import store_of
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.models.test_from_transformers import ONE_OF_EACH
@@ -98,11 +98,13 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(request.param, folder, load_model(folder), peer, peer.logits(TOKENS))
 
 
+@few_cases
 @each_family
 def test_logits_are_large_enough_to_compare(pair: Pair) -> None:
     assert pair.expected.std() >= 1
 
 
+@few_cases
 @each_config
 def test_no_weight_is_overlooked_when_bytes_are_counted(pair: Pair) -> None:
     """Everything counts that Python can reach from a model, even what a function holds."""
@@ -133,6 +135,7 @@ def test_a_prompt_at_once(pair: Pair) -> None:
     assert_logits_close(pair.feed_fresh(TOKENS), pair.expected)
 
 
+@few_cases
 @each_config
 def test_single_steps_after_a_prompt(pair: Pair) -> None:
     logits = pair.feed_fresh(TOKENS[:N_PROMPT], *([token] for token in TOKENS[N_PROMPT:]))
@@ -149,6 +152,7 @@ def test_single_steps_from_nothing(pair: Pair) -> None:
     assert_logits_close(pair.feed_fresh(*([token] for token in TOKENS[:N_PROMPT])), pair.expected[:N_PROMPT])
 
 
+@few_cases
 @each_other_family
 def test_a_batch_of_different_prompts(pair: Pair) -> None:
     memory = pair.memory()
@@ -165,6 +169,7 @@ def test_a_batch_of_different_prompts(pair: Pair) -> None:
         assert_logits_close(logits, pair.peer.logits(prompt + added)[-1])
 
 
+@few_cases
 @each_other_family
 def test_every_split_in_two(pair: Pair) -> None:
     prompt = TOKENS[:N_PROMPT]
@@ -197,6 +202,7 @@ def test_any_split(pair: Pair, splits: list[set[int]]) -> None:
         assert_split_close(logits, pair.expected)
 
 
+@few_cases
 @in_bfloat16
 def test_bfloat16_is_close(pair: Pair) -> None:
     model = load_model(pair.folder, dtype="bfloat16")
@@ -213,6 +219,7 @@ def test_bfloat16_is_close(pair: Pair) -> None:
     assert torch.isfinite(torch.cat(logits)).all()
 
 
+@few_cases
 @each_family
 def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
     """Dropping tokens from the middle needs this, because it rotates the keys after them."""
@@ -247,6 +254,7 @@ def test_a_forgotten_history_would_show(pair: Pair) -> None:
     assert float((without - pair.expected[N_PROMPT:]).abs().max()) > MATTERS
 
 
+@few_cases
 @each_other_family
 def test_any_forgotten_memory_would_show(pair: Pair) -> None:
     """Each state tensor, keys and values, or what both are made from, is set to nothing in all layers.

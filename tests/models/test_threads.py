@@ -131,6 +131,7 @@ def between_bytecodes(folder: str, run: Callable[[], None]) -> Iterator[None]:
         sys.settrace(before)
 
 
+@few_cases
 @pytest.mark.parametrize("name", THAT_NOTE)
 def test_a_step_may_run_between_any_two_bytecodes_of_another_one(name: str, tmp_path: Path) -> None:
     model = make_model(name, tmp_path, **THAT_NOTE[name])

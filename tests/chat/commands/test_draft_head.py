@@ -13,6 +13,7 @@ from hybridmem import EMBEDDED
 from hybridmem.chat.commands.inspection import inspect_path
 from hybridmem.memory import FormatError, SpecError
 from tests.chat.commands.test_draft_model import served
+from tests.extent import only_in_long
 from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint
 from tests.models.families.qwen3_5 import qwen3_5_config
 
@@ -28,6 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return place
 
 
+@only_in_long
 def test_a_draft_head_changes_no_reply_and_shares_the_budget(folder: Path, tmp_path: Path) -> None:
     """The head is the checkpoint's, or that of a folder which holds nothing else.
 

@@ -83,6 +83,7 @@ def test_where_attention_overtakes_states() -> None:
     )
 
 
+@only_in_long
 def test_what_policies_and_few_bits_buy() -> None:
     found, spec = (
         plan("granite-4.0-h-tiny", "--budget", "8GiB", "--context", "2000", "--keep", "0.1"),
@@ -113,6 +114,7 @@ def test_what_does_not_suit_says_why() -> None:
     assert "always reads" in quest["why_not"] and quest["n_sessions"] == 0
 
 
+@only_in_long
 def test_states_in_16_bits_and_weights() -> None:
     full, half = (plan("nemotron-h-8b", "--context", "1k", "--state-dtype", dtype) for dtype in ("auto", "bfloat16"))
     assert full["session"]["by_kind"]["states"] > 1.9 * half["session"]["by_kind"]["states"]
@@ -126,6 +128,7 @@ def test_states_in_16_bits_and_weights() -> None:
     assert full["weight_bytes"] == n_bytes and full["budget_bytes"] == GIB
 
 
+@only_in_long
 def test_no_session_fits_beside_weights_that_do_not() -> None:
     """Sessions fit if the budget is for memories alone. The plan shows the weights in either case."""
     options = ["plan", "--model", str(CONFIGS / "jamba-1.5-mini.json"), "--budget", "80GiB", "--context", "2k"]
@@ -225,6 +228,7 @@ def test_configs_that_are_none_are_one_line(tmp_path: Path) -> None:
         assert "c.json" in name or "give a checkpoint's folder, a GGUF file" in result.stderr
 
 
+@only_in_long
 def test_sessions_beyond_the_context_of_the_model_are_told() -> None:
     """The figures are still those of such sessions."""
     for context, is_told in (("256k", False), ("1m", True)):
@@ -236,6 +240,7 @@ def test_sessions_beyond_the_context_of_the_model_are_told() -> None:
     assert plan("mamba-2.8b", "--context", "1k")["own_context_tokens"] is None
 
 
+@only_in_long
 def test_a_draft_model_takes_its_part_of_the_budget() -> None:
     """The plan counts sessions that fit into both memories. `serve` gives them the same shares of the budget."""
     large, small = (plan(name, "--context", "8k", "--budget", "80GiB") for name in ("nemotron-h-8b", "mamba2-2.7b"))

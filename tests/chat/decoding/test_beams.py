@@ -17,7 +17,7 @@ from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, CapacityError, HybridMemory, Step
 from hybridmem.models import LanguageModel, load_model
-from tests.extent import IS_LONG, few_cases, one_in
+from tests.extent import IS_LONG, few_cases, one_in, only_in_long
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.toy import VOCAB, Toy
 
@@ -99,6 +99,7 @@ def test_beams_and_scores_are_those_of_transformers(
             assert ours_.score == pytest.approx(theirs_.score, abs=1e-3)
 
 
+@only_in_long
 def test_the_options_of_these_tests_matter(pair: Pair) -> None:
     """With other penalties and ways to stop, the search finds other beams, and some of them end early."""
     found, lengths = set(), set()
@@ -143,6 +144,7 @@ def test_beams_as_wide_as_everything_find_the_best(length_penalty: float) -> Non
         assert beam.score == pytest.approx(score, abs=1e-4)
 
 
+@only_in_long
 def test_beams_as_wide_as_all_prefixes_find_the_best_of_three() -> None:
     model, memory = Toy(window=3), make_memory(Toy(window=3))
     beams = beam_search(model, memory, PROMPTS[1], VOCAB**2, 3)

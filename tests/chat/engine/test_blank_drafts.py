@@ -49,7 +49,7 @@ def make_drafter(pair: Pair, budget: str = "4MiB", *, caches: bool = False, **op
     return BlankDrafter(pair.model, pair.head, memory, prefixes=PrefixCache(memory) if caches else None, **options)
 
 
-@pytest.mark.parametrize(("seed", "budget"), pick([(1, "4MiB"), (0, "64KiB")], [*product(range(6), ("4MiB", "64KiB"))]))
+@pytest.mark.parametrize(("seed", "budget"), pick([(0, "64KiB")], [*product(range(6), ("4MiB", "64KiB"))]))
 def test_replies_are_the_same_with_drafts_of_blanks(pair: Pair, seed: int, budget: str) -> None:
     """Choices fork, prompts have common beginnings, and replies are preempted.
 

@@ -164,6 +164,7 @@ def test_a_preempted_job_takes_its_draft_sequence_along() -> None:
     assert [g.finish_reason for g in generations] == ["length"] * 4 and not drafter.memory.sequences
 
 
+@only_in_long
 def test_a_draft_model_without_room_leaves_jobs_out() -> None:
     drafter = make_drafter("6KiB")
     engine = follow(drafter)

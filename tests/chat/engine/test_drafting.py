@@ -20,7 +20,7 @@ from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.memory import BatchError, HybridMemory
 from hybridmem.models import LanguageModel
 from tests.chat.engines import draw_sampling, make_memory, run_checked
-from tests.extent import few_cases
+from tests.extent import few_cases, only_in_long
 from tests.toy import Toy
 
 ALWAYS = Speculation(looks_up=True, adapts=False, branches=4)
@@ -128,6 +128,7 @@ def test_the_mask_of_a_grammar_is_that_of_each_drafted_token(
     assert drafted[1].n_drafted == drafted[2].n_drafted, "a draft goes as far as the grammar allows it"
 
 
+@only_in_long
 def test_a_step_that_has_no_room_for_drafts_is_taken_without() -> None:
     for budget in ("12KiB", "16KiB", "24KiB"):
         without, _ = replies(Speculation(), 3, keeps=False, budget=budget)

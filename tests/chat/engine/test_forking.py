@@ -13,6 +13,7 @@ from hybridmem.memory import BatchError
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.models import LanguageModel
 from tests.chat.engines import choose_alone, draw_prompt, make_engine, make_memory, private_bytes, run_checked
+from tests.extent import few_cases
 from tests.toy import VOCAB, Toy
 
 PROMPT = draw_prompt(random.Random(1), 60, VOCAB)
@@ -34,6 +35,7 @@ def assert_each_as_alone(model: Any, choices: list[Generation]) -> None:
         assert choice.token_ids == choose_alone(model, PROMPT, choice.token_ids, sampling)
 
 
+@few_cases
 @pytest.mark.parametrize("max_running", [2, 6])
 def test_the_prompt_is_computed_once(model: LanguageModel, max_running: int) -> None:
     prompt = [token % model.memory_spec.vocab_size for token in PROMPT]

@@ -28,6 +28,7 @@ from tests.chat.engines import (
     run_checked,
     submit_some,
 )
+from tests.extent import only_in_long
 from tests.toy import VOCAB, Toy
 
 # The tests below are about what goes wrong.
@@ -354,6 +355,7 @@ def test_marks_are_remembered_where_they_are(model: LanguageModel) -> None:
         assert generation.token_ids == decode_alone(model, [*prompt[:mark], other, 1, 2], 4)
 
 
+@only_in_long
 def test_prefixes_give_way_when_memory_is_short(model: LanguageModel) -> None:
     engine, prefixes = with_prefixes(model, 5 * private_bytes(model, 90))
     generator, wanted = random.Random(11), Wanted()

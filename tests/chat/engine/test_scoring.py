@@ -16,6 +16,7 @@ from hybridmem.memory import BatchError, HybridMemory
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.models import LanguageModel
 from tests.chat.engines import draw_prompt, make_engine, make_memory, run_checked, scheduler_of
+from tests.extent import few_cases
 
 N_TOKENS = 70
 
@@ -37,6 +38,7 @@ def assert_scored(model: LanguageModel, prompt: list[int], scored: list[Scored],
         assert [value for _, value in each.top] == pytest.approx(row_V.topk(n_top).values.tolist(), abs=1e-4)
 
 
+@few_cases
 @pytest.mark.parametrize("step_tokens", [8, 200])
 def test_scores_are_those_of_a_sequence_alone(model: LanguageModel, step_tokens: int) -> None:
     """Prompts without scores, and replies, run beside it."""

@@ -13,6 +13,7 @@ import pytest
 from hybridmem.chat.engine.engine import Engine, Generation
 from hybridmem.memory.prefix.cache import PrefixCache
 from tests.chat.engines import decode_alone, draw_prompt, make_memory, run_checked, scheduler_of
+from tests.extent import only_in_long
 from tests.toy import VOCAB, Toy
 
 SYSTEM = draw_prompt(random.Random(0), 150, VOCAB)
@@ -79,6 +80,7 @@ def test_who_waits_goes_on_when_its_leader_is_gone(end: str) -> None:
     assert all(g.finish_reason == "length" for g in followers) and reused(followers[1:]) == [len(SYSTEM)] * 3
 
 
+@only_in_long
 def test_a_budget_too_small_for_its_users_lets_fewer_in() -> None:
     """Sequences share pages but no states.
 

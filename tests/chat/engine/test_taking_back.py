@@ -192,6 +192,7 @@ def test_what_breaks_no_schema_stays(embedded: Any, family: str, text: str) -> N
     assert said.generation.n_taken_back == said.engine.stats.n_taken_back == 0
 
 
+@only_in_long
 def test_text_comes_at_once_and_only_a_free_call_is_held_back(embedded: Any) -> None:
     text = "It is noon. "
     said = say(embedded, "hermes", text + CALL % GOOD)

@@ -25,7 +25,7 @@ from hybridmem.memory.recurrences import DeltaRuleShape, SSDShape
 from hybridmem.memory.specs import RecurrentSpec
 from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.load import dry_model
-from tests.extent import few_cases
+from tests.extent import few_cases, only_in_long
 
 CONFIGS = Path(__file__).parents[2] / "data" / "configs"
 MIB, GIB = 1 << 20, 1 << 30
@@ -195,6 +195,7 @@ def test_sglang_drafts() -> None:
     )
 
 
+@only_in_long
 def test_sglang_divides_memory_once() -> None:
     model, budget = from_config("qwen3-next-80b-a3b"), 80 * GIB
     plan = sglang(model, budget, 32768, 0)

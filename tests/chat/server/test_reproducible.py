@@ -11,7 +11,7 @@ from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.simulation.dialogues import make_dialogue
 from hybridmem.models import load_model
 from tests.chat.servers import MODEL, Gated, Running, running, wait_until
-from tests.extent import pick
+from tests.extent import only_in_long, pick
 
 N_AT_ONCE = pick(6, 32)
 DRAWN = {"temperature": 1.3, "top_p": 0.9}
@@ -37,6 +37,7 @@ def ask(server: Running, request: dict[str, Any]) -> tuple[Any, int]:
     return (choice["message"]["content"], choice["logprobs"]), usage["prompt_tokens_details"]["cached_tokens"]
 
 
+@only_in_long
 def test_a_server_gives_a_request_one_answer(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model, asked, folder = load_model("embedded", progress=False, reproducible=True), requests(), tmp_path / "prefixes"
     with running(model, tokenizer) as server:

@@ -27,6 +27,7 @@ from hybridmem.chat.simulation.dialogues import make_dialogue, messages
 from hybridmem.memory import HybridMemory
 from hybridmem.models import LanguageModel
 from tests.chat.servers import MODEL, PATIENCE_SECONDS, Running, running
+from tests.extent import only_in_long
 
 SECONDS = float(os.environ.get("STORM_SECONDS", "5"))
 N_CLIENTS = 32
@@ -143,6 +144,7 @@ async def client(port: int, number: int, questions: list[Question], tally: Tally
         tally.statuses[kind, status] += 1
 
 
+@only_in_long
 def test_a_storm(embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget is too small for all clients at once. Some are swapped out, and cached prefixes come and go."""
     # A busy machine may take longer to read a body that is refused. A client that is cut off meanwhile gets no answer.

@@ -80,6 +80,7 @@ def assert_nothing_lost(setup: Setup, workload: Workload, report: Report, which:
     assert report.is_ok
 
 
+@only_in_long
 def test_everybody_is_told_in_the_crowd_what_they_are_told_alone(setup: Setup, lively: Report) -> None:
     report = lively
     assert_nothing_lost(setup, make_workload(LIVELY, 0), report, "all")
@@ -147,6 +148,7 @@ def test_what_leaks_and_what_is_only_a_guess() -> None:
     assert not replace(answer, answer=answer.expected, foreign=(), alone="anything").is_lost
 
 
+@only_in_long
 def test_a_branch_alone_is_served_from_the_beginning(setup: Setup) -> None:
     """It knows what was said before it branched and what it was told since. It knows nothing of the other branch."""
     family = [
@@ -336,6 +338,7 @@ def test_the_command_reports_and_replays(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+@only_in_long
 def test_the_command_runs_dry(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["simulate", "--dry", "--users", "30", "--json", str(tmp_path / "report.json")])
     assert result.exit_code == 0, result.output

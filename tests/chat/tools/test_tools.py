@@ -25,6 +25,7 @@ from hybridmem.chat.tools.calls import CallFormat, Tool, parse_json
 from hybridmem.chat.tools.families import BARE, GRANITE, HERMES, JAMBA, LFM, NEMOTRON, QWEN, Habits, find_habits
 from hybridmem.chat.tools.grammars import Required, make_grammar
 from hybridmem.chat.tools.reading import ReplyReader
+from tests.extent import few_cases
 
 WEATHER = Tool(
     "get_weather",
@@ -160,6 +161,7 @@ def test_thoughts_are_left_out_if_a_request_says_so(tokenizer: Tokenizer, has_re
     assert any("reasoning" in delta for delta in deltas) == has_reasoning
 
 
+@few_cases
 @pytest.mark.parametrize("calls", [HERMES, JAMBA, NEMOTRON, QWEN, LFM, BARE], ids=[*NAMES, "bare"])
 @pytest.mark.parametrize("is_thinking", [False, True])
 def test_a_required_call_is_readable_whatever_is_drawn(

@@ -33,7 +33,7 @@ from hybridmem.memory.kernels import Scoring
 from hybridmem.memory.prefix.cache import PrefixCache
 from hybridmem.memory.sequences.batch import TokenLists, pack
 from hybridmem.memory.specs import AttentionSpec
-from tests.extent import few_cases
+from tests.extent import few_cases, only_in_long
 from tests.inside import arena_bytes, host_arena, host_bytes, layer_memories
 from tests.memory.sequences.test_drop import Table
 from tests.subjects import Subject, make_subject
@@ -441,6 +441,7 @@ def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.Monke
         assert not plan.can_capture
 
 
+@only_in_long
 def test_host_memory_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = list[tuple[int, ...]]()
 

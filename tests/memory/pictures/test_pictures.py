@@ -99,6 +99,7 @@ def test_one_block_and_blocks_of_an_open_step_can_be_seen() -> None:
     assert sum(boxes(rows, "used")) == memory.usage().used_bytes and "in a step" in {t.get_text() for t in rows.texts}
 
 
+@only_in_long
 def test_ten_thousand_blocks_are_rows_without_numbers() -> None:
     memory = HybridMemory(HYBRID, "64MiB", rollback_window=8, page_tokens=4)
     for i in range(700):

@@ -23,7 +23,7 @@ from hybridmem.memory import (
     SpecError,
 )
 from hybridmem.memory.prefix.cache import PrefixCache
-from tests.extent import few_cases, pick
+from tests.extent import few_cases, only_in_long, pick
 from tests.subjects import Subject, make_subject
 from tests.toy import VOCAB, Toy
 
@@ -247,6 +247,7 @@ class Owner:
     """Is the owner of prompts. Unlike a name, it shows when nothing refers to it any more."""
 
 
+@only_in_long
 @pytest.mark.parametrize("way", ["reclaim", "clear", "close"])
 def test_owners_of_nothing_are_forgotten(way: str, tmp_path: Path) -> None:
     subject = make_subject("toy", tmp_path)

@@ -18,7 +18,7 @@ import torch
 from hybridmem.memory import FormatError, SpecError
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.storage import folder_writing, folders, tiers
-from tests.extent import few_cases
+from tests.extent import few_cases, only_in_long
 from tests.memory.prefix.test_outside import WINDOW, prompts_of, run
 from tests.subjects import Subject, make_subject
 from tests.tolerances import assert_kernel_close
@@ -93,7 +93,7 @@ def saved(subject: Subject, folder: Path, owner: object = None) -> list[list[int
     return prompts
 
 
-@few_cases
+@only_in_long
 @pytest.mark.parametrize("name", ["toy", "toy-window", "jamba", "mamba replay"])
 def test_a_cache_may_change_while_it_is_saved(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever the lock is free, checkpoints are closed and moved, and others take their blocks.
@@ -375,6 +375,7 @@ def test_files_that_a_cache_has_not_read_yet_stay(tmp_path: Path) -> None:
             assert cache.stats().n_returned and not cache.stats().n_lost
 
 
+@only_in_long
 def test_who_reads_a_folder_keeps_its_blocks(tmp_path: Path) -> None:
     """Another cache saves to the same folder meanwhile.
 

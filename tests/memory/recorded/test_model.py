@@ -27,7 +27,7 @@ from hybridmem.memory.kernels.cpu.activation_planner import ActivationPlanner
 from hybridmem.memory.kernels.cpu.recording import Recording
 from hybridmem.memory.recorded import RecordedModel, run_recorded
 from hybridmem.models.layers.decoder import HIDDEN_STATES
-from tests.extent import few_cases, one_in, pick
+from tests.extent import few_cases, one_in, only_in_long, pick
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 from tests.toy import VOCAB, Toy
 
@@ -116,6 +116,7 @@ def test_replays_are_the_steps_they_stand_for(name: str, tmp_path: Path) -> None
         assert is_replayed != any(part in name for part in HAS_EXPERTS)
 
 
+@only_in_long
 def test_memory_and_model_are_freed_with_what_was_recorded() -> None:
     model = Toy()
     memory = HybridMemory(model.memory_spec, "1MiB")

@@ -16,7 +16,7 @@ import torch
 from hybridmem.memory import CapacityError, HybridMemory, Sequence
 from hybridmem.memory.recorded import run_recorded
 from hybridmem.memory.sequences import compactor
-from tests.extent import few_cases
+from tests.extent import few_cases, only_in_long
 from tests.inside import shake
 from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.memory.test_capacity import SPECS
@@ -124,6 +124,7 @@ class Traffic:
         return True
 
 
+@only_in_long
 def test_nothing_is_refused_whose_bytes_are_free() -> None:
     """Of many histories, most use the whole budget."""
     n_refusals = n_moved = 0

@@ -18,7 +18,7 @@ from hybridmem.memory import CapacityError, Family, FormatError, HybridMemory, S
 from hybridmem.memory.interface import Dropped
 from hybridmem.memory.storage.checksums import checksum_of
 from hybridmem.memory.storage.family_files import read_family
-from tests.extent import few_cases, pick
+from tests.extent import few_cases, only_in_long, pick
 from tests.inside import held_bytes, ledger_of
 from tests.memory.storage.test_files import feed, make, opened, state_of
 from tests.subjects import Subject, make_subject
@@ -239,6 +239,7 @@ def test_drops_that_checkpoints_have_in_common_stay_common(tmp_path: Path) -> No
 # The tests below are about what is lost.
 
 
+@only_in_long
 def test_damage_costs_those_whose_bytes_it_hits(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     saved_family(path)

@@ -312,6 +312,7 @@ def test_what_is_left_of_a_step_remembers_what_was_taken_back() -> None:
     assert head(parts, 2) == parts[:1]
 
 
+@only_in_long
 def test_every_promise_is_about_an_operation_that_its_histories_hold() -> None:
     results = list(check(attention, PROMISES, n_examples=1))
     assert [r.verdict for r in results] == ["refused" if p.is_optional else "passed" for p in PROMISES.values()]

@@ -18,7 +18,7 @@ from hybridmem.memory.testing import PROMISES, HybridAdapter, InjectedError, Ref
 from hybridmem.memory.testing.__main__ import main, table
 from hybridmem.memory.testing.adapter import Logits
 from hybridmem.memory.testing.toys import Toy
-from tests.extent import few_cases
+from tests.extent import few_cases, only_in_long
 
 _MODEL, _HYBRID = Toy(recurrent=False), Toy()
 
@@ -55,6 +55,7 @@ class SkipsTheTest(KNorm):
         pytest.skip("not today")
 
 
+@only_in_long
 @pytest.mark.parametrize("policy", [OfAnotherShape, RaisesInScore, RaisesOnceItEvicts, EndsTheRun, SkipsTheTest])
 def test_a_policy_that_raises_fails_every_promise_that_it_meets(policy: type[EvictionPolicy]) -> None:
     def subject() -> HybridAdapter:

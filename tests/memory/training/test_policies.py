@@ -27,6 +27,7 @@ from hybridmem.memory.kernels.double_precision import precision_for
 from hybridmem.memory.training import Tape, chunk
 from hybridmem.memory.training import tape as tape_module
 from hybridmem.models import Trainable, from_transformers
+from tests.extent import only_in_long
 from tests.inside import layer_memories
 from tests.memory.training import peers
 from tests.models.checkpoints import draw_tokens
@@ -118,6 +119,7 @@ OF_LATENTS = [("deepseek-v3-no-experts", policy) for policy in POLICIES]
 QUICK = [*CASES[:2], OF_LATENTS[1]]
 
 
+@only_in_long
 @pytest.mark.parametrize(
     ("name", "policy"), CASES + OF_LATENTS if IS_FULL else QUICK, ids=lambda x: getattr(x, "label", x)
 )

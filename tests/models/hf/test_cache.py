@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache
 from hybridmem.memory import BatchError, CapacityError, HybridMemory, RollbackError, SequenceError, SpecError, StepError
 from hybridmem.models import ATTACHABLE, HybridCache, UnsupportedModelError, attach
 from hybridmem.models.hf.mixers import MIXERS
-from tests.extent import few_cases, one_in
+from tests.extent import few_cases, one_in, only_in_long
 from tests.interrupts import HANDLERS, Outcome, try_places
 from tests.models.checkpoints import CACHE_NAME, IS_RENAMED, MAMBA_CACHE_NAME
 from tests.models.hf_models import HYBRIDS, attached, generate, given, hf_model, ids, logits, padded
@@ -487,6 +487,7 @@ def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None
             assert_logits_close(actual, expected)
 
 
+@only_in_long
 # Torch warns of this when it is asked to compile.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_compiled_model_is_refused() -> None:

@@ -212,6 +212,7 @@ def test_k_quants_are_read_in_slices(
     assert torch.equal(file.read("x", torch.bfloat16, 1), expected[1].bfloat16())
 
 
+@only_in_long
 def test_weights_are_rounded_again_while_they_are_read(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, wide("jamba"))
     path = write_gguf(folder, tmp_path / "model.gguf", "Q8_0")

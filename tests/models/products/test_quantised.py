@@ -17,7 +17,7 @@ from hybridmem.models.products import amx, integer_vectors, kernels, quantised
 from hybridmem.models.products.kernels import KERNELS, Kernel
 from hybridmem.models.products.quantised import LAYOUTS, QuantisedWeight
 from hybridmem.models.weights.formats import IntegerFormat, weights_in
-from tests.extent import IS_LONG, one_in
+from tests.extent import IS_LONG, one_in, only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.hf_models import hf_model
 from tests.subjects import IS_FULL
@@ -200,6 +200,7 @@ def test_four_bits_are_no_worse_than_any_one_scale_from_the_largest_weight() -> 
         assert ours.sum() < theirs.sum() and (ours <= theirs * 1.03 + 1e-4).all()
 
 
+@only_in_long
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_reaches_its_output(format: IntegerFormat, spoilt: float) -> None:

@@ -202,6 +202,7 @@ def test_rows_change_place_in_their_own_bits() -> None:
     assert torch.equal(weight.to(torch.float32).dense(), weight.dense(torch.float32))
 
 
+@only_in_long
 @pytest.mark.parametrize(("name", "width"), [("Q8_0", 32), ("Q8_0", 64), ("Q4_K", 128), ("Q6_K", 32), ("Q4_K", 512)])
 def test_inputs_change_place_with_their_scales(name: str, width: int) -> None:
     weight = drawn(name, 20, 16 if name == "Q8_0" else 4)
@@ -240,6 +241,7 @@ def test_rows_that_are_joined_are_laid_out_where_they_are(cuts: tuple[int, ...])
     assert torch.equal(whole.take_at(places[:1]), expected.flatten()[places[:1]])
 
 
+@only_in_long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_of_several_forms_are_one_product(dtype: torch.dtype) -> None:
     parts = [drawn("Q8_0", 20, 8, dtype), drawn("Q8_0", 7, 8, dtype), drawn("Q6_K", 33, 1, dtype)]
@@ -371,6 +373,7 @@ def test_few_bits_of_our_own_leave_eight_to_the_vocabulary(tmp_path: Path) -> No
         assert 0 < (own - expected).norm() < 0.01 * expected.norm()
 
 
+@only_in_long
 def test_plans_know_the_bytes_of_the_files_bits(tmp_path: Path) -> None:
     """Weights that have few bits in the file are not rounded a second time."""
     config = llama_config(hidden_size=96, intermediate_size=64, tie_word_embeddings=True)

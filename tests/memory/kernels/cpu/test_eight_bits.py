@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybridmem.memory.kernels import Erase, StateSlots, cpu, reference
 from hybridmem.memory.kernels.eight_bits import EIGHT_BITS
-from tests.extent import one_in
+from tests.extent import one_in, only_in_long
 from tests.memory.kernels.eight_bits import (
     COUNTS,
     FOLDS,
@@ -33,6 +33,7 @@ def run(
     return kernels.matrix_scan(*inputs, erase, own, **options)  # type: ignore[attr-defined]
 
 
+@only_in_long
 @pytest.mark.parametrize("dtype", [torch.float32, *([torch.bfloat16] if IS_FULL else [])], ids=str)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("state_dtype", one_in(2, EIGHT_BITS))
@@ -51,6 +52,7 @@ def test_bodies_of_8_bits(state_dtype: str, mode: str, dtype: torch.dtype) -> No
     assert_same_bodies(ours[0].flat, theirs[0].flat, targets, slots.shape, state_dtype, dtype)
 
 
+@only_in_long
 @pytest.mark.parametrize("state_dtype", one_in(2, EIGHT_BITS))
 def test_channels_of_8_bits(state_dtype: str) -> None:
     n_numbers, n_channels, codes = 5, 140, EIGHT_BITS[state_dtype]

@@ -12,6 +12,7 @@ from numba import prange
 
 from hybridmem.memory.kernels.cpu import threads
 from hybridmem.memory.kernels.cpu.compiled import compiled
+from tests.extent import only_in_long
 
 TURNS = 1 << 29
 """About a second of work for one thread."""
@@ -28,6 +29,7 @@ def stir(number: Any, turns: int) -> None:
         number[i] = x
 
 
+@only_in_long
 @pytest.mark.parametrize("is_parallel", [False, pytest.param(True, marks=pytest.mark.skipif(
     not threads.MAY_OVERLAP, reason="numba has no OpenMP here: parallel kernels run one at a time"
 ))])  # fmt: skip
