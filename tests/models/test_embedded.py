@@ -13,7 +13,7 @@ from hybridmem.chat.simulation.dialogues import Turn, make_dialogue, messages
 from hybridmem.memory import HybridMemory, RecurrentSpec, Step
 from hybridmem.memory.state.access import States
 from hybridmem.models import EMBEDDED, LanguageModel, load_model
-from tests.extent import few_cases, pick
+from tests.extent import few_cases, only_in_long, pick
 from tests.tolerances import assert_logits_close
 from training.evaluate import ASKED, SITUATIONS, make_held_out_dialogue
 from training.words import Words
@@ -101,6 +101,7 @@ def test_it_copies_words_that_training_never_showed(model: LanguageModel, tokeni
     assert share_right(model, tokenizer, dialogues) >= LEAST_COPIED
 
 
+@only_in_long
 def test_states_of_8_bits_lose_no_answer(model: LanguageModel, tokenizer: Tokenizer) -> None:
     """Prompts are fed in steps of 16 tokens, and each step rounds states once. TESTS=long takes 200 dialogues."""
     rng = random.Random(2024)

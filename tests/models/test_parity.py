@@ -123,6 +123,7 @@ def test_no_weight_is_overlooked_when_bytes_are_counted(pair: Pair) -> None:
     assert weight_bytes(pair.model) == found
 
 
+@few_cases
 @each_config
 def test_a_plan_without_weights_is_what_the_model_says(pair: Pair) -> None:
     plan = plan_memory(pair.model.config, pair.model.config.architectures[0])

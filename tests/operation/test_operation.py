@@ -10,11 +10,13 @@ from collections import Counter
 
 import pytest
 
+from tests.extent import only_in_long
 from tests.operation.runs import EXPECTED, SIMULATIONS
 
 FIRST, N_SEEDS = 3, int(os.environ.get("OPERATION_SEEDS", "2"))
 
 
+@only_in_long
 @pytest.mark.parametrize("what", SIMULATIONS)
 def test_everybody_gets_what_they_would_get_alone_or_a_whole_error(what: str) -> None:
     events = Counter[str]()

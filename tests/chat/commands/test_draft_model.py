@@ -17,6 +17,7 @@ from hybridmem.chat.commands.serve_options import SERVE
 from hybridmem.chat.prompts import encode_prompt
 from hybridmem.memory import SpecError
 from hybridmem.models.loading.load import OpenedModel
+from tests.extent import only_in_long
 
 
 @pytest.fixture
@@ -38,6 +39,7 @@ def served(**options: object) -> Served:
     return make_served(Chosen(rows, {row.name: row.default for row in rows} | options), print)
 
 
+@only_in_long
 def test_a_draft_model_changes_no_reply_and_shares_the_budget(small: Path) -> None:
     texts = {}
     for draft_model in (None, str(small)):

@@ -19,7 +19,7 @@ from hybridmem.models.draft_heads import HiddenRows
 from hybridmem.models.loading.draft_heads import load_draft_head
 from tests.chat.engine.test_head_drafts import follow, noted, replies
 from tests.chat.engines import make_memory, run_checked
-from tests.extent import pick
+from tests.extent import only_in_long, pick
 from tests.models.checkpoints import randomise_
 from tests.models.draft_heads.dflash_checkpoints import BLOCK, write_head
 from tests.models.families.qwen3_5 import qwen3_5_config
@@ -67,6 +67,7 @@ def test_replies_are_the_same_with_drafts_of_blanks(pair: Pair, seed: int, budge
     assert len(drafter.memory.sequences) == kept, "its sequences are closed with the jobs"
 
 
+@only_in_long
 def test_drafts_are_what_the_head_says_of_the_whole_text(pair: Pair) -> None:
     """The head remembers the right rows after blanks, chunks of a prompt, and pairs that were fed ahead."""
     drafter = make_drafter(pair)

@@ -142,7 +142,7 @@ class Machine:
 @pytest.mark.parametrize("branches", [1, 4])
 def test_replies_are_those_of_texts_computed_anew(branches: int) -> None:
     machine = Machine(branches, branches)
-    for _ in range(10_000 if IS_FULL else pick(120, 2_000)):
+    for _ in range(10_000 if IS_FULL else pick(250, 2_000)):
         machine.step()
     stats = machine.engine.stats
     assert min(machine.seen[what] for what in ("replies", "choices", "edited", "with log probabilities")) > 2

@@ -29,6 +29,7 @@ from tests.chat.engines import (
     submit_some,
 )
 from tests.counting import refused_by_number
+from tests.extent import few_cases
 from tests.toy import VOCAB, Toy
 
 TEXTS = ["My cat is called Zoe.", "What is my dog called?", "I read a book today.", "My lucky number is 23. " * 12]
@@ -37,6 +38,7 @@ TEXTS = ["My cat is called Zoe.", "What is my dog called?", "I read a book today
 # The tests below compare a reply in a batch with the same reply alone.
 
 
+@few_cases
 def test_random_arrivals_say_what_each_would_say_alone(model: LanguageModel) -> None:
     engine, generator, wanted = make_engine(model), random.Random(0), Wanted()
 
@@ -69,6 +71,7 @@ def test_the_embedded_model_replies_as_it_does_alone(embedded: LanguageModel, to
     assert memory.usage().used_bytes == 0
 
 
+@few_cases
 def test_seeds_give_the_same_tokens_alone_and_in_any_company(model: LanguageModel) -> None:
     generator = random.Random(3)
     prompt = draw_prompt(generator, 20, model.memory_spec.vocab_size)
@@ -87,6 +90,7 @@ def test_seeds_give_the_same_tokens_alone_and_in_any_company(model: LanguageMode
 # The tests below have too little memory.
 
 
+@few_cases
 def test_preemption_loses_no_work_and_changes_no_word(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(4)
     engine = make_engine(model, 3 * private_bytes(model, 60))
@@ -305,6 +309,7 @@ def test_short_prompts_do_not_wait_for_long_ones_nor_long_ones_for_ever() -> Non
 # The tests below end generations at any time.
 
 
+@few_cases
 def test_cancellations_and_deadlines_at_any_time_free_everything(model: LanguageModel) -> None:
     now = 0.0
     generator = random.Random(6)

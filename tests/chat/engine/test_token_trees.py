@@ -16,6 +16,7 @@ from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.memory.testing.subjects import STORAGES
 from tests.chat.engine.test_drafting import Repeating
 from tests.chat.engines import draw_sampling, make_memory, run_checked
+from tests.extent import few_cases
 from tests.toy import VOCAB
 
 
@@ -108,6 +109,7 @@ def test_replies_and_sequences_are_the_same_with_trees(seed: int, monkeypatch: p
     assert min(counts[name] for name in ("trees", "beside the first path", "of several tokens")) > 2
 
 
+@few_cases
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
 def test_drawn_tokens_have_the_same_distribution(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chi-square test of the last two of three tokens, with other seeds than those of plain sampling."""

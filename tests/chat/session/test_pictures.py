@@ -18,7 +18,7 @@ from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.sequences import is_soft
 from hybridmem.models import UnsupportedModelError, load_model
 from hybridmem.models.vision.pictures import Pictures, pictures_of
-from tests.extent import IS_LONG
+from tests.extent import IS_LONG, only_in_long
 from tests.models.seeing import MARKS, PROCESSORS, SPECIAL, WRITERS, as_png, draw_picture, write_minicpm_v
 from tests.speaker import speaker, tokenizer_of_speaker
 from tests.tolerances import assert_split_close
@@ -78,6 +78,7 @@ def talk(engine: Engine) -> ChatSession:
     return session
 
 
+@only_in_long
 @pytest.mark.parametrize("seeing", CLASSES, indirect=True)
 def test_a_picture_in_the_second_of_five_turns(seeing: Seeing, tmp_path: Path) -> None:
     engine = seeing.engine()

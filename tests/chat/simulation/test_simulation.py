@@ -219,6 +219,7 @@ def test_the_wall_clock_changes_no_counts_of_what_users_did(setup: Setup) -> Non
 # The tests below are dry runs.
 
 
+@only_in_long
 def test_a_dry_run_keeps_the_books_of_the_real_one(dry: Setup, lively: Report) -> None:
     """A model says the right replies, and the books agree step by step and byte by byte."""
     real, made_up = lively, simulate(dry, make_workload(LIVELY, 0))

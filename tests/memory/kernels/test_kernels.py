@@ -38,7 +38,7 @@ from hybridmem.memory.kernels.cpu import attention
 from hybridmem.memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from hybridmem.memory.recurrences import Fold
 from hybridmem.memory.state.access import Segments
-from tests.extent import few_cases, one_in
+from tests.extent import few_cases, one_in, only_in_long
 from tests.subjects import IS_FULL
 from tests.tolerances import assert_kernel_close
 
@@ -593,6 +593,7 @@ def test_a_nan_in_a_start_state_shows(kernels: Kernels) -> None:
     assert kernels.causal_conv(*make_conv(24, 4, has_bias=False), conv.fresh())[0].isnan().all()
 
 
+@only_in_long
 @in_sixteen_bits
 @pytest.mark.parametrize("of_states", one_in(2, [torch.float32, BFLOAT16]), ids=str)
 def test_scan_in_16_bits_is_close_to_float32(kernels: Kernels, dtype: torch.dtype, of_states: torch.dtype) -> None:
@@ -608,6 +609,7 @@ def test_scan_in_16_bits_is_close_to_float32(kernels: Kernels, dtype: torch.dtyp
     assert_kernel_close(ends, slots.ends().to(of_states), of_states)
 
 
+@only_in_long
 @in_sixteen_bits
 @pytest.mark.parametrize("n_channels", [24, 70])
 def test_convolution_in_16_bits_is_close_to_float32(kernels: Kernels, dtype: torch.dtype, n_channels: int) -> None:

@@ -119,6 +119,7 @@ def test_the_same_prompt_again_costs_one_token(subject: Subject) -> None:
     assert first.tokens.tolist() == tokens
 
 
+@few_cases
 @pytest.mark.parametrize("kind", ["toy-h2o", "toy-4-bit", "toy-attention-recent-2-bit"])
 def test_a_hit_sees_the_rows_of_its_own_length(kind: str, tmp_path: Path) -> None:
     """A prompt parts from a longer one within the window.

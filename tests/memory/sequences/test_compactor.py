@@ -244,6 +244,7 @@ def test_optional_bytes_are_freed_before_more_is_moved_than_is_cheap(
     assert asked == ([] if is_cheap else [0]), "and where nothing can be freed, it is moved all the same"
 
 
+@only_in_long
 @pytest.mark.parametrize("number", HANDLERS)
 def test_an_exception_while_blocks_move_spoils_none(number: int) -> None:
     """The step of a new sequence is interrupted anywhere.

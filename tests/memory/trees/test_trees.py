@@ -16,6 +16,7 @@ from hybridmem.memory.quantization import Quantized
 from hybridmem.memory.recurrences import FAMILIES
 from hybridmem.memory.trees.attention import TreeAttention
 from hybridmem.memory.trees.recurrence import TreeRecurrence
+from tests.extent import only_in_long
 from tests.tolerances import assert_split_close
 from tests.toy import VOCAB, FamilyToy, Toy
 
@@ -247,6 +248,7 @@ def test_a_step_without_room_changes_nothing() -> None:
     assert observed(memory, sequence) == before
 
 
+@only_in_long
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 def test_a_step_that_has_room_for_a_tree_has_room_for_any_path(fold: Folds) -> None:
     """Budgets are so small that the tree barely fits.

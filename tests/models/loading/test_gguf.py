@@ -261,7 +261,7 @@ def test_options_of_ling_that_are_not_implemented_are_named(changed: dict[str, A
         load_model(path)
 
 
-@few_cases
+@only_in_long
 @pytest.mark.parametrize("name, changed, match", [
     ("glm5-next", {"expert_gating_func": 1}, "something else than sigmoids"),
     ("glm5-next", {"expert_shared_feed_forward_length": 5}, "expert_shared_feed_forward_length=5"),

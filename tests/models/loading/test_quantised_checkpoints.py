@@ -27,7 +27,7 @@ from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.quantised_checkpoints import find_coding
 from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint
 from hybridmem.models.weights.coded import as_floats
-from tests.extent import IS_LONG, few_cases
+from tests.extent import IS_LONG, few_cases, only_in_long
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -342,6 +342,7 @@ def test_fp8_by_tensor(config: dict[str, Any], end: str, tmp_path: Path) -> None
     check_equal(*write_quantised(tmp_path, "llama", config, float8(None, end)))
 
 
+@only_in_long
 def test_dense_weights_may_be_rounded_again(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     coded, dense = write_quantised(tmp_path, "llama", config, float8(8))

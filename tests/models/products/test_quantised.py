@@ -210,6 +210,7 @@ def test_a_weight_that_is_no_number_reaches_its_output(format: IntegerFormat, sp
     assert y[:, 19].isnan().all() and y[:, torch.arange(40) != 19].isfinite().all()
 
 
+@only_in_long
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("activation", ["silu", "swish", "relu", "sigmoid", "tanh", "gelu", "relu2"])
 def test_an_activation_is_applied(format: IntegerFormat, activation: str) -> None:
@@ -224,6 +225,7 @@ def test_several_weights_and_slices_are_read_in_place() -> None:
     assert_kernel_close(both(x), torch.cat([made("int8", w)(x) for w in (first, second)], 1))
 
 
+@only_in_long
 @pytest.mark.parametrize(
     ("format", "dtype"),
     [("int8", "float32"), ("int4", "bfloat16"), *([("int4", "float32"), ("int8", "bfloat16")] if IS_LONG else [])],

@@ -38,7 +38,7 @@ from hybridmem.models.weights.coded import CodedTensor, plain_form
 from hybridmem.models.weights.formats import weights_in
 from hybridmem.models.weights.gguf_forms import FORMS
 from hybridmem.models.weights.layouts import Layout
-from tests.extent import IS_LONG, few_cases, one_in, only_in_long
+from tests.extent import IS_LONG, one_in, only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.families.granite_moe_hybrid import granite_config
 from tests.models.families.jamba import jamba_config
@@ -112,13 +112,12 @@ def test_blocks_stand_for_the_numbers_of_the_gguf_package(name: str) -> None:
         assert np.array_equal(found.numpy(), dequantize(raw, kind), equal_nan=True)
 
 
-FEW = ["Q5_K", "IQ4_XS"]
-"""Compiling takes more than ten seconds for each. These have minima or none, codes in two parts and in one, and codes
-that are integers and places in a table; `test_quantised_checkpoints.py` multiplies by codes with zeros.
+FEW = ["Q5_K"]
+"""Compiling takes more than ten seconds for each form. This one has minima, and codes in two parts;
+`test_quantised_checkpoints.py` multiplies by codes with zeros.
 """
 
-
-OTHERS = ["Q8_0", "e4m3", "Q2_K", "Q3_K", "Q4_1", "Q6_K", "4 bits with zero points"]
+OTHERS = ["IQ4_XS", "Q8_0", "e4m3", "Q2_K", "Q3_K", "Q4_1", "Q6_K", "4 bits with zero points"]
 
 
 @pytest.mark.parametrize("name", [*FORMS, *PLAIN] if IS_LONG else FEW)
@@ -135,6 +134,7 @@ def test_they_are_laid_out_one_for_one(name: str) -> None:
             assert torch.equal(held.rows(rows), expected[rows])
 
 
+@only_in_long
 def test_rows_that_do_not_exist_are_refused() -> None:
     held = kept(drawn("Q4_1", 20, 2))
     for index in (-1, 20):
@@ -221,6 +221,7 @@ def test_inputs_change_place_with_their_scales(name: str, width: int) -> None:
     assert weight.with_inputs(torch.randperm(n_in // 16).tolist(), 16) is None
 
 
+@only_in_long
 @pytest.mark.parametrize("cuts", [(16, 48), (20, 30)])
 def test_rows_that_are_joined_are_laid_out_where_they_are(cuts: tuple[int, ...]) -> None:
     """If the first rows of each chunk begin a block of the layout, nothing is copied."""
@@ -289,7 +290,7 @@ WIDE: dict[str, Callable[[], PreTrainedConfig]] = {
 """Families whose rows are changed for GGUF, with rows of whole blocks."""
 
 
-@few_cases
+@only_in_long
 @pytest.mark.parametrize("name", one_in(2, WIDE))
 def test_models_keep_the_bits_of_their_files(name: str, tmp_path: Path) -> None:
     """The logits are those of a model with floats.

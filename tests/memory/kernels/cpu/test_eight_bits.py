@@ -68,6 +68,7 @@ def test_channels_of_8_bits(state_dtype: str) -> None:
     assert_nothing_else_written(ours, theirs)
 
 
+@only_in_long
 def test_a_segment_has_the_same_bits_alone_as_beside_a_prompt() -> None:
     shape, codes = (3, 10, 32), torch.int8
     slots = in_8_bits(behind_tails(shape, ((1, 32), (3, 10), (3,)), COUNTS, LENGTHS, FOLDS), codes)
