@@ -50,11 +50,12 @@ def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int], owner
             sequence = _awake(engine, sequence)
         if sequence is not None:
             n_own = memory.resume_point(sequence, min(n_known, len(wanted) - 1))
+            n_own = engine.resumes_at(sequence, n_own, owner)
         if engine.prefixes is not None:
             lookup = engine.prefixes.find(wanted, owner)
             n_known = max(n_known, lookup.by_attention)
             if sequence is None or lookup.reused > n_own:
-                opened, lookup = engine.prefixes.open(wanted, owner)
+                opened, lookup = engine.open_prefix(wanted, owner)
                 if sequence is not None:
                     memory.close(sequence)
                 return Start(opened, lookup.reused, n_known)
