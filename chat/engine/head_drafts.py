@@ -9,7 +9,7 @@ then, and replies stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import cast
 from weakref import WeakKeyDictionary
 

@@ -16,6 +16,7 @@ import numpy as np
 from hybridmem.memory import CapacityError, FormatError, Sequence
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.storage import SavedFamily
 
 _NO_TOKEN = -1
 """No text contains this token, so a lookup of a text with it at the end may reuse all tokens before it."""
@@ -86,6 +87,23 @@ class RememberedTexts:
             self.insert(sequence, owner)
             memory.close(sequence)
         return len(loaded)
+
+    def read(self, path: str) -> SavedFamily | None:
+        """Read a file of `pack`, in any thread, for `add`. Return None where `load` would find it empty."""
+        try:
+            return self.prefixes.memory.archive.read(path)
+        except FormatError:
+            return None
+
+    def add(self, saved: SavedFamily, owner: Hashable) -> None:
+        """Remember what `read` has read, if there is room."""
+        memory = self.prefixes.memory
+        try:
+            sequence = memory.archive.open(saved)
+        except (FormatError, CapacityError):
+            return
+        self.insert(sequence, owner)
+        memory.close(sequence)
 
     def _checkpoints_of(self, texts: Iterable[Int64s], owner: Hashable) -> list[Sequence]:
         """Return the usable checkpoints of prefixes of these texts, the longest first."""
