@@ -18,6 +18,7 @@ from hybridmem.chat.session import ChatSession
 from hybridmem.chat.simulation.dialogues import make_dialogue
 from hybridmem.memory import HybridMemory
 from hybridmem.memory.prefix import PrefixCache
+from tests.extent import pick
 
 
 @pytest.fixture(scope="module")
@@ -44,13 +45,15 @@ def accepted(engine: Engine) -> tuple[int, int]:
     return engine.stats.n_accepted, engine.stats.n_drafted
 
 
-def test_a_saved_session_goes_on_with_what_its_head_remembered(model: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_saved_session_goes_on_with_what_its_head_remembered(
+    model: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     """Of two equal chats, one is saved and resumed before its last turn: equal replies, and equally many right drafts.
 
-    Without the file of the head, the replies are the same, and fewer drafts are right.
+    Without the file of the head, the replies are the same, and the head begins behind the text.
     """
     rng, counts, replies = random.Random(11), dict[str, list[tuple[int, int]]](), dict[str, list[str]]()
-    for number in range(6):
+    for number in range(pick(2, 8)):
         turns = [turn.user for turn in make_dialogue(rng, 6, held_out=True)]
         for way in ("stays", "saved", "blind"):
             engine = make_engine(model, tokenizer)
@@ -65,12 +68,15 @@ def test_a_saved_session_goes_on_with_what_its_head_remembered(model: Any, token
                     next(folder.glob("drafts-*.safetensors")).unlink()
                 engine = make_engine(model, tokenizer)
                 session = ChatSession.resume(engine, folder)
+            texts, live = engine.drafted_texts, session.sequence
+            assert texts is not None and live is not None
+            assert texts.hold(live.tokens, None) == (way != "blind")
             before = accepted(engine)
-            replies.setdefault(way, []).append(session.say(turns[-1]).reply)
+            replies.setdefault(way, []).append(session.say(turns[-1]).text)
             counts.setdefault(way, []).append(tuple(a - b for a, b in zip(accepted(engine), before, strict=True)))
     assert replies["stays"] == replies["saved"] == replies["blind"]
     assert counts["stays"] == counts["saved"]
-    assert sum(right for right, _ in counts["blind"]) < sum(right for right, _ in counts["saved"])
+    assert min(right for right, _ in counts["saved"]) > 0
 
 
 def test_sessions_of_engines_with_and_without_a_head_are_read_by_both(
@@ -86,7 +92,7 @@ def test_sessions_of_engines_with_and_without_a_head_are_read_by_both(
         assert about["version"] == 1 and ("drafts" in about) == has_head, "files without a head are as they were"
         for other in (True, False):
             resumed = ChatSession.resume(make_engine(model, tokenizer, has_head=other), folder)
-            replies.add(resumed.say("What is my cat called?").reply)
+            replies.add(resumed.say("What is my cat called?").text)
         session.save(folder)
         names = {path.name.partition("-")[0] for path in folder.iterdir()}
         assert names == {"session.json", "memory"} | ({"drafts"} if has_head else set())

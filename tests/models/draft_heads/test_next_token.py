@@ -118,6 +118,22 @@ def test_a_head_that_is_not_wanted_stays_in_the_files_without_a_warning(
     assert model.memory_spec.weights == other.memory_spec.weights, "sequences that were saved fit both"
 
 
+def test_a_memory_of_a_head_belongs_to_its_weights_and_to_those_of_its_model(tmp_path: Path) -> None:
+    """The model's own signature does not depend on its head, so its files fit with any head."""
+    write_mtp_checkpoint(tmp_path, qwen3_5_config())
+    file, signatures = tmp_path / "model.safetensors", list[tuple[str | None, str | None]]()
+    tensors = load_file(file)
+    for changed in (None, "mtp.fc.weight", "model.embed_tokens.weight", None):
+        factors = {} if changed is None else {changed: 2 * tensors[changed]}
+        save_file(tensors | factors, file, {"format": "pt"})
+        model = load_model(tmp_path, draft_head=True)
+        signatures.append((model.memory_spec.weights, model.draft_head.memory_spec.weights))
+    first, other_head, other_model, again = signatures
+    assert first == again and None not in first
+    assert other_head[0] == first[0] and other_head[1] != first[1]
+    assert other_model[0] != first[0] and other_model[1] != first[1]
+
+
 @few_cases
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3.5", "qwen3.5-moe", "qwen3-next"])
 def test_a_file_of_llama_cpp_holds_the_head_of_its_checkpoint(name: str, tmp_path: Path) -> None:
