@@ -50,8 +50,7 @@ from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.special_tokens import find_turn_begin
 from hybridmem.defaults import STEP_TOKENS
 from hybridmem.memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
-from hybridmem.memory.blocks import read_count, refuse_to_copy
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s, read_count, refuse_to_copy
 from hybridmem.memory.prefix import Lookup, PrefixCache
 from hybridmem.memory.sequences import Lease, count_tokens, uninterrupted, uninterrupted_call
 from hybridmem.models import LanguageModel
@@ -393,9 +392,11 @@ class Engine:
             self._scheduler.reap(self._clock())
             while self._stepper.to_remember:
                 job = self._stepper.to_remember.pop()
-                if self.prefixes is not None and job.sequence is not None and not job.sequence.closed:
+                if job.sequence is None or job.sequence.closed:
+                    continue
+                if self.prefixes is not None:
                     self.prefixes.insert(job.sequence, job.request.owner)
-                if self._drafter is not None and job.sequence is not None:
+                if self._drafter is not None:
                     self._drafter.remember(job)
             for job in self._scheduler.ended():
                 self._release(job)

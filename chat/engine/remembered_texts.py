@@ -9,12 +9,13 @@ otherwise begins behind it, which changes no reply.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 
 from hybridmem.memory import CapacityError, FormatError, Sequence
-from hybridmem.memory.blocks.arrays import Int64s
+from hybridmem.memory.blocks import Int64s
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.storage import SavedFamily
 
@@ -56,20 +57,26 @@ class RememberedTexts:
     def pack(self, token_ids: Int64s, owner: Hashable) -> Callable[[str], None] | None:
         """Copy what is remembered of the longest prefix of a text. Return a function that writes it to a path or URL.
 
-        Return None if nothing is remembered. That function may run in any thread, and raises what `memory.save` does.
+        Return None if nothing is remembered, or its swapped file cannot be read. That function may run in any thread,
+        and raises what `memory.save` does.
         """
         found = self._checkpoints_of([token_ids], owner)
-        return self.prefixes.memory.archive.pack(found[0]) if found else None
+        try:
+            return self.prefixes.memory.archive.pack(found[0]) if found else None
+        except (FormatError, OSError):
+            return None
 
     def save(self, texts: Iterable[Int64s], owner: Hashable, path: Path) -> bool:
         """Write what is remembered of prefixes of these texts to a file. Shared bytes are written once.
 
-        Returns False if nothing is remembered; no file is written then. Raises what `memory.save` does.
+        Returns False if nothing is remembered, or its swapped file cannot be read; no file is written then. Raises what
+        `memory.save` does.
         """
-        found = self._checkpoints_of(texts, owner)
-        if found:
-            self.prefixes.memory.save(found[0], path, checkpoints=found[1:])
-        return bool(found)
+        if found := self._checkpoints_of(texts, owner):
+            with suppress(FormatError):
+                self.prefixes.memory.save(found[0], path, checkpoints=found[1:])
+                return True
+        return False
 
     def load(self, path: str | Path, owner: Hashable) -> int:
         """Remember what a file of `pack` or `save` holds, for this owner. Return the number of prefixes.

@@ -50,7 +50,6 @@ def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int], owner
             sequence = _awake(engine, sequence)
         if sequence is not None:
             n_own = memory.resume_point(sequence, min(n_known, len(wanted) - 1))
-            n_own = engine.resumes_at(sequence, n_own, owner)
         if engine.prefixes is not None:
             lookup = engine.prefixes.find(wanted, owner)
             n_known = max(n_known, lookup.by_attention)
@@ -61,6 +60,7 @@ def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int], owner
                 return Start(opened, lookup.reused, n_known)
         if sequence is None:
             return Start(memory.open(), 0, n_known)
+        n_own = engine.resumes_at(sequence, n_own, owner)
         if sequence.length > n_own:
             memory.rollback(sequence, to=n_own)
         return Start(sequence, n_own, n_known)

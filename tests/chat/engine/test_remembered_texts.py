@@ -19,6 +19,7 @@ from hybridmem.chat.engine.blank_drafts import BlankDrafter
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine, Generation, Sampling
 from hybridmem.chat.engine.head_drafts import HeadDrafter
+from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.session.reuse import resume
 from hybridmem.memory import HybridMemory
 from hybridmem.memory.prefix import PrefixCache
@@ -33,6 +34,10 @@ from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint
 from tests.models.families.deepseek import CONFIGS as DEEPSEEK
 from tests.models.families.qwen3_5 import qwen3_5_config
 from tests.models.families.qwen3_next import qwen3_next_config
+
+
+def whole_text(job: Job) -> list[int]:
+    return [*job.live_sequence.tokens[: job.n_base].tolist(), *job.tokens]
 
 
 @dataclass
@@ -52,7 +57,7 @@ class Place:
         def note(wanted: Any) -> Any:
             drafts = propose(wanted)
             for job, draft in drafts.items():
-                self.seen.append(([*self.drafter._followers[job].base, *job.tokens], draft))
+                self.seen.append((whole_text(job), draft))
             return drafts
 
         self.drafter.draft = note  # type: ignore[method-assign]
