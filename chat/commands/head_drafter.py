@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hybridmem.chat.commands.drafter import draft_share
+from hybridmem.chat.commands.drafter import Budgets
 from hybridmem.chat.engine.blank_drafts import BlankDrafter
 from hybridmem.chat.engine.head_drafts import HeadDrafter
-from hybridmem.defaults import ROLLBACK_WINDOW
 from hybridmem.memory import HybridMemory, SpecError
-from hybridmem.memory.blocks import read_budget
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import LanguageModel
 from hybridmem.models.draft_heads import BlankHead
@@ -30,32 +26,26 @@ def check_draft_options(draft_model: str | None, draft_head: str, rollback_windo
 
 
 def make_head_drafter(
-    name: str, model: LanguageModel, memory: dict[str, Any], *, weights: str, has_cache: bool
-) -> tuple[HeadDrafter | None, dict[str, Any]]:
-    """Return the drafter of a draft head, and the options of the model's memory beside it.
-
-    The budget is for both memories. It is divided so that both hold equally many sequences.
+    name: str, model: LanguageModel, budgets: Budgets, *, weights: str, has_cache: bool
+) -> tuple[HeadDrafter | None, Budgets]:
+    """Return the drafter of a draft head, and what is left for the model's memory beside it.
 
     Args:
         name: "auto" for the head that was loaded with the model, or a folder.
-        memory: the options of the model's memory, such as `budget`.
+        budgets: the budgets of both memories.
         has_cache: whether the head keeps prefixes, as the model does.
-    Returns None and the same options if the checkpoint has no head, and none is named.
+    Returns None and the same budgets if the checkpoint has no head, and none is named.
     Raises:
         SpecError: the model has no hidden states for draft heads. UnsupportedModelError, FormatError: the folder holds
             no head for this model.
     """
     head = getattr(model, "draft_head", None) if name == AUTO else load_draft_head(name, model, weights=weights)
     if head is None:
-        return None, memory
-    window, whole = memory.get("rollback_window", ROLLBACK_WINDOW), read_budget(memory["budget"])
-    share = draft_share(model.memory_spec, head.memory_spec, window)
-    budget = int(whole * share)
-    drafter: HeadDrafter
+        return None, budgets
+    own, left = budgets.divide(model.memory_spec, head.memory_spec)
+    window = max(budgets.rollback_window, head.n_fed) if isinstance(head, BlankHead) else budgets.rollback_window
+    memory = HybridMemory(head.memory_spec, **own.memory | {"rollback_window": window})
+    prefixes = PrefixCache(memory, max_bytes=own.prefix_bytes) if has_cache else None
     if isinstance(head, BlankHead):
-        own = HybridMemory(head.memory_spec, budget, rollback_window=max(window, head.n_fed))
-        drafter = BlankDrafter(model, head, own, prefixes=PrefixCache(own) if has_cache else None)
-    else:
-        own = HybridMemory(head.memory_spec, budget, rollback_window=window)
-        drafter = HeadDrafter(model, head, own, prefixes=PrefixCache(own) if has_cache else None)
-    return drafter, memory | {"budget": whole - own.budget_bytes}
+        return BlankDrafter(model, head, memory, prefixes=prefixes), left
+    return HeadDrafter(model, head, memory, prefixes=prefixes), left

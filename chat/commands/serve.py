@@ -51,7 +51,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
         keeps_prefixes: whether the server keeps its prefix cache in a folder for its next start. It is false for
             replicas, which share a store instead.
     """
-    from hybridmem.chat.commands.drafter import make_drafter
+    from hybridmem.chat.commands.drafter import Budgets, make_drafter
     from hybridmem.chat.commands.head_drafter import AUTO, NONE, check_draft_options, make_head_drafter
     from hybridmem.chat.commands.serving import find_places, make_engine, memory_options
     from hybridmem.chat.engine.drafting import Speculation
@@ -77,18 +77,18 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
         reproducible=chosen["reproducible"], draft_head=chosen["draft_head"] == AUTO,
     )  # fmt: skip
     drafter: JobDrafter | None = None
-    memory_arguments, has_cache = places.memory, chosen["prefix_cache"]
+    budgets, has_cache = Budgets.of(places.memory, places.prefix_bytes), chosen["prefix_cache"]
     if chosen["draft_model"] is not None:
-        drafter, memory_arguments = make_drafter(
-            chosen["draft_model"], model, tokenizer, memory_arguments, weights=chosen["weights"], has_cache=has_cache
+        drafter, budgets = make_drafter(
+            chosen["draft_model"], model, tokenizer, budgets, weights=chosen["weights"], has_cache=has_cache
         )
     elif chosen["draft_head"] != NONE:
-        drafter, memory_arguments = make_head_drafter(
-            chosen["draft_head"], model, memory_arguments, weights=chosen["weights"], has_cache=has_cache
+        drafter, budgets = make_head_drafter(
+            chosen["draft_head"], model, budgets, weights=chosen["weights"], has_cache=has_cache
         )
-    memory = HybridMemory(model.memory_spec, **memory_arguments)
+    memory = HybridMemory(model.memory_spec, **budgets.memory)
     choose_threads(model, memory, chosen["threads"])
-    cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if has_cache else None
+    cache = PrefixCache(memory, max_bytes=budgets.prefix_bytes) if has_cache else None
     speculation = Speculation(looks_up=chosen["speculation"] == "prompt-lookup", drafter=drafter)
     sizes = chosen.arguments_of("engine") | {"speculation": speculation}
     engine, options = make_engine(model, memory, tokenizer, cache, places.prefixes, options, say, **sizes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,11 @@ from hybridmem.chat.server import ServerOptions
 from hybridmem.chat.stored.database import PREFIXES
 from hybridmem.memory import FormatError, HybridMemory, MismatchError, SpecError
 from hybridmem.memory.prefix import PrefixCache
-from hybridmem.memory.storage import CHECKPOINTS_FILE, check_url, is_local, list_names
+from hybridmem.memory.storage import CHECKPOINTS_FILE, check_url, is_local, join_path, list_names
 from hybridmem.models import LanguageModel
 
+DRAFTS = "drafts"
+"""The folder in that of the prefixes which holds what a drafter remembers of the same texts."""
 _BUDGET, _DEMO_BUDGET = "1GiB", "8MiB"
 _PREFIX_BYTES = "8GiB"
 _SAVE_SECONDS = 60.0
@@ -91,7 +92,7 @@ def make_engine(
     """Return an engine and the server's options. The engine has taken a step, so the first request waits for no kernel.
 
     With a folder, the engine begins with the last server's prefixes, and `options.save` saves the engine's own prefixes
-    there.
+    there. What a drafter remembers of texts is kept in a folder within it.
 
     Raises MismatchError: the folder is that of another model or other options, and saving would replace it.
     """
@@ -102,27 +103,41 @@ def make_engine(
         raise generation.error
     if prefixes is None:
         return engine, options
-    prefixes.clear()
+    texts = engine.drafted_texts
+    drafted = None if texts is None else texts.prefixes
+    for cache in (prefixes, drafted):
+        if cache is not None:
+            cache.clear()
     if folder is None:
         return engine, options
     load_prefixes(prefixes, folder, say)
-    return engine, replace(options, save=partial(save_prefixes, engine, prefixes, folder, say))
+    if drafted is not None:
+        load_prefixes(drafted, join_path(folder, DRAFTS), say, is_replaced=True)
+
+    def save() -> None:
+        save_prefixes(engine, prefixes, folder, say)
+        if drafted is not None:
+            save_prefixes(engine, drafted, join_path(folder, DRAFTS), say)
+
+    return engine, replace(options, save=save)
 
 
-def load_prefixes(prefixes: PrefixCache, folder: str, say: Callable[[str], None]) -> None:
+def load_prefixes(prefixes: PrefixCache, folder: str, say: Callable[[str], None], *, is_replaced: bool = False) -> None:
     """Load a cache from a folder that an earlier server has written.
 
     Prefixes that cannot be read are reported, and computed again when they are needed.
 
+    Args:
+        is_replaced: whether prefixes of another model are reported and replaced as well, because they only spare time.
     Raises MismatchError: the folder is that of another model or other options, and saving would replace it.
     """
     if CHECKPOINTS_FILE not in list_names(folder):
         return
     try:
         say(f"{prefixes.load(folder)} prefixes from {folder}")
-    except MismatchError:
-        raise
     except FormatError as error:
+        if isinstance(error, MismatchError) and not is_replaced:
+            raise
         say(f"prefixes are computed again: {error}")
 
 

@@ -13,13 +13,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hybridmem.chat.commands.drafter import make_drafter
+from hybridmem.chat.commands.drafter import Budgets, make_drafter
 from hybridmem.chat.commands.head_drafter import NONE, check_draft_options, make_head_drafter
 from hybridmem.chat.commands.start import Unread, check_budget, choose_threads
 from hybridmem.chat.console import make_console
@@ -76,17 +75,17 @@ def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings)
 
     Raises as `ChatSession` does when it is made or resumed.
     """
-    options: dict[str, Any] = {"budget": settings.budget}
+    budgets = Budgets({"budget": settings.budget})
     drafter: JobDrafter | None = None
     if settings.draft_model is not None:
-        drafter, options = make_drafter(
-            settings.draft_model, model, tokenizer, options, weights=settings.weights, has_cache=True
+        drafter, budgets = make_drafter(
+            settings.draft_model, model, tokenizer, budgets, weights=settings.weights, has_cache=True
         )
     elif settings.draft_head != NONE:
-        drafter, options = make_head_drafter(
-            settings.draft_head, model, options, weights=settings.weights, has_cache=True
+        drafter, budgets = make_head_drafter(
+            settings.draft_head, model, budgets, weights=settings.weights, has_cache=True
         )
-    memory = HybridMemory(model.memory_spec, **options)
+    memory = HybridMemory(model.memory_spec, **budgets.memory)
     choose_threads(model, memory, settings.threads)
     speculation = Speculation(drafter=drafter)
     engine = Engine(model, memory, tokenizer, prefixes=PrefixCache(memory), speculation=speculation)

@@ -7,7 +7,7 @@ grammar as the model itself. Where both models agree on the probabilities, the d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hybridmem.chat.engine.arguments import check_belonging, check_parts
 from hybridmem.chat.engine.loop import take_step
+from hybridmem.chat.engine.remembered_texts import RememberedTexts
 from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.sampler import Sampler, choose_rows
@@ -39,11 +40,13 @@ class JobDrafter(Protocol):
         most_drafted: the most tokens that a draft may have.
         drafts_at_once: whether one step of the drafter drafts all tokens of a draft. If not, each token takes one.
         noted: the rows and seconds of each step that the drafter made in the last call of `draft`.
+        texts: what it remembers of texts beyond their jobs. None: nothing.
     """
 
     most_drafted: int
     drafts_at_once: bool
     noted: list[tuple[int, float]]
+    texts: RememberedTexts | None
 
     def check(self, memory: HybridMemory, tokenizer: Tokenizer | None) -> None:
         """Raise SpecError if the drafts could not be used by the model of this memory, with this tokenizer."""
@@ -66,6 +69,17 @@ class JobDrafter(Protocol):
 
         Each job has one token that was not fed to the model yet.
         """
+        ...
+
+    def resumes_at(self, sequence: Sequence, n_tokens: int, owner: Hashable) -> int:
+        """Return from which position on the model should be fed a text of which it holds `n_tokens` tokens.
+
+        It is a position that a rollback reaches: `n_tokens`, or one less if the drafter needs to see the last token.
+        """
+        ...
+
+    def remember(self, job: Job) -> None:
+        """Keep what is remembered of a job's text, because the model's prefix cache keeps a checkpoint of it now."""
         ...
 
     def forget(self, job: Job) -> None:
@@ -140,6 +154,8 @@ class ModelDrafter:
     """
 
     drafts_at_once = False
+    _first_token = 0  # This is the index of the text's token that is the first in its sequences.
+    _keeps_guesses = True  # A right guess is remembered as if it had been fed from the text.
 
     def __init__(
         self, model: LanguageModel, memory: HybridMemory, tokenizer: Tokenizer | None = None, *,
@@ -159,6 +175,7 @@ class ModelDrafter:
         self.most_drafted = memory.rollback_window
         self.noted: list[tuple[int, float]] = []
         self._tokenizer, self._step_tokens = tokenizer, step_tokens
+        self.texts = None if prefixes is None else RememberedTexts(prefixes, self._first_token)
         self._vocab_size = memory.spec.vocab_size
         self._target_size = memory.spec.vocab_size
         self._followers: dict[Job, Follower] = {}
@@ -190,14 +207,20 @@ class ModelDrafter:
                 wanted = self._make_room(wanted)
         return {}
 
+    def resumes_at(self, sequence: Sequence, n_tokens: int, owner: Hashable) -> int:
+        return n_tokens
+
+    def remember(self, job: Job) -> None:
+        pass  # The draft model can be fed the text again, so it is enough to remember texts of jobs that have ended.
+
     def forget(self, job: Job) -> None:
         self._left_out.clear()  # There is more room now.
         with uninterrupted():
             follower = self._followers.pop(job, None)
             if follower is None or follower.sequence.closed:
                 return
-            if self.prefixes is not None and not follower.sequence.is_swapped:
-                self._remember(job, follower, self.prefixes)
+            if self.texts is not None and not follower.sequence.is_swapped:
+                self._remember(job, follower, self.texts)
             self.memory.close(follower.sequence)
 
     def _swap_with_jobs(self) -> None:
@@ -254,36 +277,34 @@ class ModelDrafter:
 
     def _open(self, job: Job, base: list[int]) -> Follower:
         """Return a follower with a new sequence."""
-        if self.prefixes is not None and not base:
-            sequence, _ = self.prefixes.open(job.tokens, job.request.owner)
-        else:
-            sequence = self.memory.open()
+        tokens = [*base, *job.tokens]
+        sequence = self.memory.open() if self.texts is None else self.texts.open(tokens, job.request.owner)
         return Follower(sequence, base, sequence.length)
 
-    def _remember(self, job: Job, follower: Follower, prefixes: PrefixCache) -> None:
-        """Keep the sequence of a job that has ended for prompts that begin like its text."""
-        self._roll_back(job, follower)
-        prefixes.insert(follower.sequence, job.request.owner)
+    def _remember(self, job: Job, follower: Follower, texts: RememberedTexts) -> None:
+        """Keep what is remembered of a job's text, for texts that begin like it."""
+        self._roll_back(job, follower, n_left=0)
+        texts.insert(follower.sequence, job.request.owner)
 
     def _feeds(self, job: Job, follower: Follower) -> list[int]:
         """Roll back what differs from the text. Return the tokens that must still be fed. Empty: there is no draft."""
         return self._roll_back(job, follower)
 
-    def _roll_back(self, job: Job, follower: Follower) -> list[int]:
-        """Roll back what differs from the text. Return the tokens that must still be fed, at least one."""
+    def _roll_back(self, job: Job, follower: Follower, *, n_left: int = 1) -> list[int]:
+        """Roll back what differs from the text. Return the tokens that must still be fed, at least `n_left`."""
         own, shift = follower.sequence, follower.shift
         n_text = job.n_base + len(job.tokens) - shift
         if follower.n_taken_back != job.generation.n_taken_back:
             follower.n_taken_back = job.generation.n_taken_back
             n_prompt = max(0, job.n_base + job.generation.n_prompt - shift)
             follower.n_settled = min(follower.n_settled, n_prompt)
-        start = min(follower.n_known, n_text - 1)
-        held = own.tokens[start:].tolist()
+        start = min(follower.n_known, n_text - n_left)
+        held = own.tokens[start:].tolist() if self._keeps_guesses else []
         text = self._text(job, follower, start + shift)
         n_same = next(
             (i for i, (a, b) in enumerate(zip(held, text, strict=False)) if a != b), min(len(held), len(text))
         )
-        reached = self.memory.resume_point(own, min(start + n_same, n_text - 1))
+        reached = self.memory.resume_point(own, min(start + n_same, n_text - n_left))
         if reached < own.length:
             self.memory.rollback(own, to=reached)
         follower.n_settled = reached

@@ -20,6 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,7 @@ from hybridmem.chat.engine.choose import Choose, choose_tokens
 from hybridmem.chat.engine.context import fit_reply, named_context_tokens
 from hybridmem.chat.engine.drafting import Drafting, Speculation
 from hybridmem.chat.engine.output import PLAIN, Output
+from hybridmem.chat.engine.remembered_texts import RememberedTexts
 from hybridmem.chat.engine.requests import GREEDY, Generation, Job, OnToken, Request
 from hybridmem.chat.engine.scheduling import Load, Scheduler
 from hybridmem.chat.engine.serving import Serving
@@ -48,8 +50,8 @@ from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.special_tokens import find_turn_begin
 from hybridmem.defaults import STEP_TOKENS
 from hybridmem.memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
-from hybridmem.memory.blocks import read_count, refuse_to_copy
-from hybridmem.memory.prefix import PrefixCache
+from hybridmem.memory.blocks import Int64s, read_count, refuse_to_copy
+from hybridmem.memory.prefix import Lookup, PrefixCache
 from hybridmem.memory.sequences import Lease, count_tokens, uninterrupted, uninterrupted_call
 from hybridmem.models import LanguageModel
 
@@ -138,11 +140,11 @@ class Engine:
         self.tokenizer = tokenizer
         self._clock = clock
         turn_begin = find_turn_begin(tokenizer) if prefixes is not None and tokenizer is not None else ()
-        self._scheduler = Scheduler(memory, prefixes, self.stats, max_running, turn_begin)
+        self._scheduler = Scheduler(memory, prefixes, self.stats, max_running, turn_begin, self.open_prefix)
         self._serving = Serving(self)
         self._stepping = Lease()
         self._callbacks = Callbacks(self._scheduler)
-        drafter = speculation.drafter
+        self._drafter = drafter = speculation.drafter
         run = model if drafter is None else drafter.watch(model, lambda: self._scheduler.running)
         self._stepper = Stepper(
             run, memory, prefixes, self._scheduler, self._callbacks, self.stats, choose, clock, step_tokens,
@@ -308,6 +310,33 @@ class Engine:
         """
         return self._scheduler.waiting_sequences()
 
+    # The methods below find what was computed before.
+
+    @property
+    def drafted_texts(self) -> RememberedTexts | None:
+        """Return what the drafter remembers of texts, to be saved beside the engine's own memory; None without it."""
+        return None if self._drafter is None else self._drafter.texts
+
+    def open_prefix(self, token_ids: Seq[int] | Int64s, owner: Hashable) -> tuple[Sequence, Lookup]:
+        """Open a sequence with the longest cached prefix of a prompt, from which its drafter can continue, too.
+
+        The engine must have a prefix cache. Raises what `PrefixCache.open` does. Hold `lock` where steps run.
+        """
+        assert self.prefixes is not None, "the caller has looked"
+        sequence, lookup = self.prefixes.open(token_ids, owner)
+        reused = self.resumes_at(sequence, sequence.length, owner)
+        if reused < sequence.length:
+            self.memory.rollback(sequence, to=reused)
+            lookup = replace(lookup, reused=reused)
+        return sequence, lookup
+
+    def resumes_at(self, sequence: Sequence, n_tokens: int, owner: Hashable) -> int:
+        """Return from which position on a text should be fed, of which a sequence holds `n_tokens` tokens.
+
+        It is one less for a drafter that remembers the text but for the hidden state of its last token.
+        """
+        return n_tokens if self._drafter is None else self._drafter.resumes_at(sequence, n_tokens, owner)
+
     # The methods below work beside an event loop.
 
     def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
@@ -362,9 +391,13 @@ class Engine:
         while True:
             self._scheduler.reap(self._clock())
             while self._stepper.to_remember:
-                sequence, owner = self._stepper.to_remember.pop()
-                if self.prefixes is not None and not sequence.closed:
-                    self.prefixes.insert(sequence, owner)
+                job = self._stepper.to_remember.pop()
+                if job.sequence is None or job.sequence.closed:
+                    continue
+                if self.prefixes is not None:
+                    self.prefixes.insert(job.sequence, job.request.owner)
+                if self._drafter is not None:
+                    self._drafter.remember(job)
             for job in self._scheduler.ended():
                 self._release(job)
             if not self._callbacks.call():

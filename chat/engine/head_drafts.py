@@ -9,7 +9,7 @@ then, and replies stay the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import cast
 from weakref import WeakKeyDictionary
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from hybridmem.chat.engine.arguments import check_belonging
 from hybridmem.chat.engine.draft_models import Drafts, Follower, Guess, ModelDrafter
 from hybridmem.chat.engine.hidden_states import HeldRows, Watched
+from hybridmem.chat.engine.remembered_texts import RememberedTexts
 from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.defaults import STEP_TOKENS
@@ -37,7 +38,8 @@ the last few are held on. They are outside of the budget: at most so many rows o
 class HeadDrafter(ModelDrafter):
     """Drafts with a head of the model itself. Its sequences follow the jobs' as those of a draft model do.
 
-    Prompts are fed to the head while the model computes them, which costs about as much as one more layer.
+    Prompts are fed to the head while the model computes them, which costs about as much as one more layer. With
+    `prefixes`, the head remembers texts wherever the model does: see `chat.engine.remembered_texts`.
 
     Args:
         model: the engine's model, whose hidden states the head reads.
@@ -48,6 +50,9 @@ class HeadDrafter(ModelDrafter):
         SpecError: parts that do not belong together, or a model without hidden states for draft heads.
     """
 
+    _first_token = 1
+    _keeps_guesses = False  # Guesses were fed beside rows of the head itself, and the text is fed beside the model's.
+
     def __init__(
         self, model: LanguageModel, head: DraftHead, memory: HybridMemory, *, prefixes: PrefixCache | None = None,
         step_tokens: int = STEP_TOKENS,
@@ -56,9 +61,11 @@ class HeadDrafter(ModelDrafter):
         self._head, self._steps, self._hidden_rows = head, RecordedHead(head), HiddenRows(model, head.after)
         self._rows = WeakKeyDictionary[Sequence, HeldRows]()
         self._running: Callable[[], Iterable[Job]] = tuple
+        self._target: HybridMemory | None = None  # This is the model's memory, once an engine uses this drafter.
 
     def check(self, memory: HybridMemory, tokenizer: Tokenizer | None) -> None:
         check_belonging(self._hidden_rows.model, memory, None)
+        self._target = memory
         super().check(memory, tokenizer)
 
     def watch(self, model: LanguageModel, running: Callable[[], Iterable[Job]]) -> LanguageModel:
@@ -76,6 +83,30 @@ class HeadDrafter(ModelDrafter):
     def draft(self, wanted: Mapping[Job, int]) -> Drafts:
         # Without the hidden state of the last position, there is no pair from which to draft.
         return super().draft({job: n for job, n in wanted.items() if self._rows_of(job) is not None})
+
+    def resumes_at(self, sequence: Sequence, n_tokens: int, owner: Hashable) -> int:
+        """Return one position less if the head remembers the text, and only its last hidden state is unknown.
+
+        The state is paired with the token that comes next, so it belongs to no text that was remembered. The model
+        computes it again with the last token.
+        """
+        rows = self._rows.get(sequence)
+        is_known = rows is not None and rows.start < n_tokens <= rows.end
+        if is_known or self.texts is None or n_tokens < 2 or not self._target_can_return(sequence, n_tokens - 1):
+            return n_tokens
+        return n_tokens - 1 if self.texts.hold(sequence.tokens[:n_tokens], owner) else n_tokens
+
+    def _target_can_return(self, sequence: Sequence, to: int) -> bool:
+        return self._target is not None and self._target.can_rollback(sequence, to)
+
+    def remember(self, job: Job) -> None:
+        if self.texts is None or job.sequence not in self._rows:
+            return
+        self._feed_ahead([job])
+        follower = self._followers.get(job)
+        if follower is not None and not follower.sequence.is_swapped:
+            with uninterrupted():
+                self._remember(job, follower, self.texts)
 
     # The methods below hold hidden states.
 
@@ -147,16 +178,16 @@ class HeadDrafter(ModelDrafter):
     def _open(self, job: Job, base: list[int]) -> Follower:
         """Open a sequence that begins where hidden states are held, or after a cached prefix of the text."""
         first = self._rows[job.live_sequence].start
-        if self.prefixes is not None and not base and len(job.tokens) > 1:
-            sequence, _ = self.prefixes.open(job.tokens[1:], job.request.owner)
+        if self.texts is not None:
+            sequence = self.texts.open([*base, *job.tokens], job.request.owner)
             if sequence.length >= first:
                 return Follower(sequence, base, sequence.length, 1)
             self.memory.close(sequence)
         return Follower(self.memory.open(), base, 0, first + 1)
 
-    def _remember(self, job: Job, follower: Follower, prefixes: PrefixCache) -> None:
+    def _remember(self, job: Job, follower: Follower, texts: RememberedTexts) -> None:
         if follower.shift == 1 and job.n_base + len(job.tokens) > 1:
-            super()._remember(job, follower, prefixes)
+            super()._remember(job, follower, texts)
 
     def _feeds(self, job: Job, follower: Follower) -> list[int]:
         rows = self._rows_of(job)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left, insort
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -61,6 +62,7 @@ class Scheduler:
 
     Args:
         turn_begin: the tokens with which each turn of a user begins.
+        open_prefix: opens a sequence with the longest cached prefix of these tokens, for this owner.
     Attributes:
         jobs: all jobs, by generation.
         waiting: jobs that are not admitted yet, the next one first.
@@ -73,7 +75,7 @@ class Scheduler:
 
     def __init__(
         self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int,
-        turn_begin: tuple[int, ...] = (),
+        turn_begin: tuple[int, ...], open_prefix: Callable[[list[int], Hashable], tuple[Sequence, Lookup]],
     ) -> None:  # fmt: skip
         # This lock guards `jobs`, `waiting`, and the sets of given sequences and cancelled jobs.
         self._lock = threading.Lock()
@@ -91,7 +93,7 @@ class Scheduler:
         self._prefixes = prefixes
         self._stats = stats
         self._max_running = max_running
-        self._turn_begin = turn_begin
+        self._turn_begin, self._open_prefix = turn_begin, open_prefix
         self._sizes = Sizes(memory)
         self._n_admitted = 0
 
@@ -342,7 +344,7 @@ class Scheduler:
         elif self._prefixes is None:
             job.sequence = self._memory.open()
         else:
-            job.sequence, job.lookup = self._open(self._prefixes, job)
+            job.sequence, job.lookup = self._open(job)
             job.n_fed = job.n_reused = job.sequence.length
             # A job that starts again has chosen tokens, and looks up more than the prompt.
             if not job.generation.token_ids:
@@ -357,12 +359,12 @@ class Scheduler:
             job.cuts = [cut - job.n_base for cut in apart(cuts, turns)]
         job.begin_reply(known)
 
-    def _open(self, prefixes: PrefixCache, job: Job) -> tuple[Sequence, Lookup]:
+    def _open(self, job: Job) -> tuple[Sequence, Lookup]:
         """Open a sequence with the longest cached prefix that the job may reuse."""
         n_most = job.most_reused
         if n_most == 0:
             return self._memory.open(), Lookup(len(job.tokens), 0, 0, 0, ALL_SCORED)
-        sequence, lookup = prefixes.open(job.tokens[: n_most + 1], job.request.owner)
+        sequence, lookup = self._open_prefix(job.tokens[: n_most + 1], job.request.owner)
         return sequence, replace(lookup, n_tokens=len(job.tokens))
 
     def join(self, job: Job, sequence: Sequence, source: Job, now: float) -> None:

@@ -6,7 +6,7 @@ A step feeds the running generations, records what was fed, and applies what was
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +27,7 @@ from hybridmem.chat.engine.token_trees import n_levels, right_nodes
 from hybridmem.chat.engine.verifying import accepted_of, choose_verified
 from hybridmem.chat.sampling.logprobs import Chosen
 from hybridmem.chat.sampling.masks import MasksAhead
-from hybridmem.memory import CapacityError, HybridMemory, Sequence, SequenceError, Step, StepError
+from hybridmem.memory import CapacityError, HybridMemory, SequenceError, Step, StepError
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.memory.sequences import uninterrupted
 from hybridmem.models import LanguageModel
@@ -41,7 +41,7 @@ class Stepper:
         step_tokens: the most tokens in one step.
         stop_ids: tokens that end a reply.
         masks: computes the masks of grammars while the model runs.
-        to_remember: sequences whose prefixes the cache is to keep, with their owners. The engine empties this list.
+        to_remember: jobs whose sequences the prefix cache is to keep as they are now. The engine empties this list.
     """
 
     model: LanguageModel
@@ -55,7 +55,7 @@ class Stepper:
     step_tokens: int
     stop_ids: tuple[int, ...]
     drafting: Drafting
-    to_remember: list[tuple[Sequence, Hashable]] = field(default_factory=list)
+    to_remember: list[Job] = field(default_factory=list)
     masks: MasksAhead = field(default_factory=MasksAhead)
 
     def feed(self) -> None:
@@ -154,7 +154,7 @@ class Stepper:
             if job.request.reports_prefill and job.generation.first_token_at is None:
                 self.callbacks.add(job, "")
             if job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts:
-                self.to_remember.append((job.live_sequence, job.request.owner))
+                self.to_remember.append(job)
 
     def _apply_all(self, job: Job, choices: list[Choice], now: float) -> None:
         try:
@@ -194,5 +194,5 @@ class Stepper:
         elif job.ending is None and job.n_fed == len(job.tokens):
             job.ending = "length"  # With max_tokens=0 there was nothing to choose.
         if job.ending is not None and job.n_fed == len(job.tokens):
-            self.to_remember.append((job.live_sequence, job.request.owner))
+            self.to_remember.append(job)
             self.scheduler.end(job, job.ending)

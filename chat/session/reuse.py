@@ -54,12 +54,13 @@ def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int], owner
             lookup = engine.prefixes.find(wanted, owner)
             n_known = max(n_known, lookup.by_attention)
             if sequence is None or lookup.reused > n_own:
-                opened, lookup = engine.prefixes.open(wanted, owner)
+                opened, lookup = engine.open_prefix(wanted, owner)
                 if sequence is not None:
                     memory.close(sequence)
                 return Start(opened, lookup.reused, n_known)
         if sequence is None:
             return Start(memory.open(), 0, n_known)
+        n_own = engine.resumes_at(sequence, n_own, owner)
         if sequence.length > n_own:
             memory.rollback(sequence, to=n_own)
         return Start(sequence, n_own, n_known)

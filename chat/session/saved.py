@@ -2,6 +2,7 @@
 
     session.json                 messages, options, the name of the other file, and a checksum over all of this
     memory-<number>.safetensors  what `HybridMemory.save` writes, what branches share once; none if nothing was computed
+    drafts-<number>.safetensors  what a drafter remembers of the same texts; none if it remembers nothing
 
 The JSON is written last and replaced in one go, so a reader finds either the old session or the new one, never half of
 each. Only the user who owns the files can read them.
@@ -25,8 +26,8 @@ from hybridmem.memory import CapacityError, FormatError, HybridMemory, Sequence,
 from hybridmem.memory.storage import read_path, remove_abandoned, written_whole
 
 _FORMAT, _VERSION = "hybridmem chat", 1
-SESSION_FILE = "session.json"
-_MEMORY_FILE = re.compile(r"memory-[0-9a-f]{32}\.safetensors")
+SESSION_FILE, DRAFTS = "session.json", "drafts"
+_MEMORY_FILE = re.compile(r"(memory|drafts)-[0-9a-f]{32}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -62,23 +63,36 @@ class Remembered:
     checkpoints: list[Sequence]
 
 
-def write_sessions(folder: Path, sessions: list[SavedSession], memory: HybridMemory, own: Remembered) -> None:
-    """Write a session and its branches, whole or not at all. Raises OSError, or SpecError in a dry run."""
+def write_sessions(
+    folder: Path, sessions: list[SavedSession], memory: HybridMemory, own: Remembered,
+    save_drafts: Callable[[Path], bool],
+) -> None:  # fmt: skip
+    """Write a session and its branches, whole or not at all. Raises OSError, or SpecError in a dry run.
+
+    Args:
+        save_drafts: writes what a drafter remembers of the sequences to a file, and returns False if there is nothing.
+    """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     first = next((i for i, live in enumerate(own.lives) if live is not None), None)
-    name = None if first is None else f"memory-{uuid4().hex}.safetensors"
+    number = uuid4().hex
+    name = None if first is None else f"memory-{number}.safetensors"
+    drafts: str | None = f"drafts-{number}.safetensors"
     try:
         with written_whole(folder / SESSION_FILE) as file:
             if first is not None and name is not None:
                 _save_memory(memory, folder / name, first, own)
+            drafts = drafts if drafts is not None and save_drafts(folder / drafts) else None
             about = {
                 "format": _FORMAT, "version": _VERSION, "model": memory.spec.model, "memory": name, "first": first,
                 **asdict(sessions[0]), "branches": [asdict(branch) for branch in sessions[1:]],
             }  # fmt: skip
+            about |= {} if drafts is None else {DRAFTS: drafts}
             file.write(json.dumps({**about, "sha256": _digest(about)}, indent=1).encode())
     except BaseException:
-        if name is not None and (named := _named_in(folder)) is not None and name not in named:
-            (folder / name).unlink(missing_ok=True)
+        named = _named_in(folder)
+        for written in (name, drafts):
+            if written is not None and named is not None and written not in named:
+                (folder / written).unlink(missing_ok=True)
         raise
     _remove_others(folder)
 
@@ -145,6 +159,12 @@ def _read_one(path: Path, about: dict[str, Any], vocab_size: int) -> SavedSessio
     return saved
 
 
+def drafts_in(folder: Path) -> Path | None:
+    """Return the file of a saved session with what a drafter remembers; None if there is none. Raises FormatError."""
+    name = read_about(folder / SESSION_FILE).get(DRAFTS)
+    return folder / name if isinstance(name, str) and _MEMORY_FILE.fullmatch(name) else None
+
+
 def _load_memory(memory: HybridMemory, path: Path | None, first: int, n_sessions: int) -> Remembered:
     lives: list[Sequence | None] = [None] * n_sessions
     if path is None:
@@ -186,7 +206,8 @@ def _named_in(folder: Path) -> set[str] | None:
     try:
         if not (folder / SESSION_FILE).exists():
             return set()
-        return {name for name in [read_about(folder / SESSION_FILE)["memory"]] if isinstance(name, str)}
+        about = read_about(folder / SESSION_FILE)
+        return {name for name in (about["memory"], about.get(DRAFTS)) if isinstance(name, str)}
     except (FormatError, KeyError, OSError):
         return None
 

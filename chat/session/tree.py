@@ -12,7 +12,7 @@ from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.sampling.sampling import Sampling
 from hybridmem.chat.session.album import Album
 from hybridmem.chat.session.history import Utterance
-from hybridmem.chat.session.saved import Remembered, SavedSession, read_sessions, write_sessions
+from hybridmem.chat.session.saved import Remembered, SavedSession, drafts_in, read_sessions, write_sessions
 from hybridmem.chat.special_tokens.marks import names_in
 from hybridmem.memory import FormatError, Sequence
 from hybridmem.memory.sequences import Lease
@@ -85,7 +85,13 @@ def save_together(sessions: list[SessionT], tree: Tree, folder: Path) -> None:
             for session, parent in zip(sessions, parents, strict=True)
         ]  # fmt: skip
         own = Remembered(lives, _checkpoints(sessions[0], lives))
-        write_sessions(folder, saved, sessions[0].engine.memory, own)
+        engine, owner = sessions[0].engine, sessions[0].owner
+
+        def save_drafts(path: Path) -> bool:
+            texts = engine.drafted_texts
+            return texts is not None and texts.save([live.tokens for live in lives if live is not None], owner, path)
+
+        write_sessions(folder, saved, engine.memory, own, save_drafts)
 
 
 def _said(session: TreeSession, stack: ExitStack) -> Sequence | None:
@@ -141,6 +147,8 @@ def resume_together(engine: Engine, folder: Path, make: Callable[[SavedSession, 
             if engine.prefixes is not None:
                 engine.prefixes.insert(checkpoint, sessions[0].owner)
             engine.memory.close(checkpoint)
+        if engine.drafted_texts is not None and (path := drafts_in(folder)) is not None:
+            engine.drafted_texts.load(path, sessions[0].owner)
         return sessions[0]
     except BaseException:
         for session in sessions:

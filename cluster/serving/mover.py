@@ -8,6 +8,7 @@ only to copy blocks in and out.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from hybridmem.chat.engine.engine import Engine
+from hybridmem.chat.engine.remembered_texts import RememberedTexts
 from hybridmem.cluster.routing.prompts import TokenPrompt
 from hybridmem.cluster.store.health import StoreHealth
 from hybridmem.cluster.store.leases import Stand
@@ -117,7 +119,19 @@ class Mover:
         self._health.count("fetched")
         self._health.count("fetched_bytes", _size_of(path))
         self._note(digest)
+        self._load_drafts(digest, n_tokens, prompt.owner)
         return n_tokens
+
+    def _load_drafts(self, digest: bytes, n_tokens: int, owner: Hashable) -> None:
+        """Fetch what a drafter of another replica remembers of the same text. Without it, drafts may be worse."""
+        if (texts := self._engine.drafted_texts) is None:
+            return
+        own = _digest_of_drafts(digest, texts)
+        with self._health.asking():
+            saved = texts.read(self._store.path(own, n_tokens)) if self._store.has(own, n_tokens) else None
+        if saved is not None:
+            with self._engine.lock:
+                texts.add(saved, owner)
 
     # The methods below store sequences.
 
@@ -143,13 +157,22 @@ class Mover:
             if digest in self._stored:
                 return stand, lambda: None
             write = self._engine.memory.archive.pack(mark)
+            texts = self._engine.drafted_texts
+            drafts = None if texts is None else texts.pack(mark.tokens, owner)
         except (
             SequenceError,
             OSError,
             FormatError,
         ):  # The checkpoint was closed, or the file to which it was swapped out is gone.
             return None
-        return stand, lambda: self._write(digest, n_tokens, write)
+
+        def store() -> None:
+            self._write(digest, n_tokens, write)
+            if texts is not None and drafts is not None:
+                with self._health.asking():
+                    self._store.write(_digest_of_drafts(digest, texts), n_tokens, drafts)
+
+        return stand, store
 
     def _write(self, digest: bytes, n_tokens: int, write: Callable[[str], None]) -> None:
         with self._health.asking():
@@ -192,6 +215,11 @@ class Mover:
         self._hot = {}
         self._stored.clear()
         return n_bytes
+
+
+def _digest_of_drafts(digest: bytes, texts: RememberedTexts) -> bytes:
+    """Return the digest under which the store has what such a drafter remembers of a text with this digest."""
+    return hashlib.sha256(digest + texts.prefixes.memory.archive.signature.encode()).digest()[: len(digest)]
 
 
 def _size_of(path: str) -> int:

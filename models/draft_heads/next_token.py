@@ -27,6 +27,7 @@ class NextTokenHead:
         joined: the product with [embedding; hidden state], (M, 2 M).
         layers: the module's layers, whose indices in a memory begin at 0.
         norm: norms what the layers return.
+        embed: looks up embeddings of tokens. None: as the model does.
     Attributes:
         is_recordable: True if `in_step_order` depends on tensors alone; see `Decoder.is_recordable`.
     """
@@ -34,9 +35,11 @@ class NextTokenHead:
     after: tuple[int, ...] = ()
 
     def __init__(
-        self, model: Decoder, norms: tuple[Function, Function], joined: Linear, layers: Sequence[Layer], norm: Function
-    ) -> None:
+        self, model: Decoder, norms: tuple[Function, Function], joined: Linear, layers: Sequence[Layer], norm: Function,
+        *, embed: Function | None = None,
+    ) -> None:  # fmt: skip
         self._vocabulary = model.vocabulary
+        self._embed = self._vocabulary.embed if embed is None else embed
         self._norms, self._joined, self._layers, self._norm = norms, joined, layers, norm
         self.is_recordable = model.is_recordable
         spec = model.memory_spec
@@ -61,7 +64,7 @@ class NextTokenHead:
 
     def _run(self, step: Step, rows_TM: Tensor) -> tuple[Tensor, Tensor]:
         embed_norm, hidden_norm = self._norms
-        embedded_TM = embed_norm(step.embed(self._vocabulary.embed))
+        embedded_TM = embed_norm(step.embed(self._embed))
         x_TM = self._joined(torch.cat([embedded_TM, hidden_norm(rows_TM)], -1))
         for layer in self._layers:
             x_TM = layer(x_TM, step)

@@ -7,7 +7,7 @@ which each query computes from its own row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,8 @@ from torch import Tensor
 
 from hybridmem.memory import UNROTATED, AttentionSpec, Step
 from hybridmem.memory.specs import LayerSpec
-from hybridmem.models.layers.decoder import Decoder, Function, Layer, Mixer
+from hybridmem.models.draft_heads import NextTokenHead
+from hybridmem.models.layers.decoder import Decoder, Function, Mixer
 from hybridmem.models.layers.distance_bias import DistanceBias, LogScale, Scale, unscaled
 from hybridmem.models.layers.experts import MixtureOfExperts, Route, load_experts
 from hybridmem.models.layers.linear import Linear
@@ -49,22 +50,43 @@ class Inkling(Decoder):
             checkpoint, config, "model.embed_tokens.weight", HEAD, embedding_norm=norm("embed_tokens.embed_norm"),
             logits_scale=1 / config.logits_mup_width_multiplier, n_tokens=config.unpadded_vocab_size,
         )  # fmt: skip
-        layers = list[Layer]()
-        for i in range(config.num_hidden_layers):
-            prefix = f"layers.{i}"
-            attention = InklingAttention(config, checkpoint, f"model.{prefix}", i)
-            conv = ResidualConv.load(
-                checkpoint, {f"model.{prefix}.mlp_sconv.conv1d": n_model}, i, "feed_forward", config.conv_kernel_size
-            )
-            feed_forward = Convolved(_load_feed_forward(config, checkpoint, f"model.{prefix}.mlp", i), conv)
-            layers.append(
-                _Layer((
-                    (norm(f"{prefix}.input_layernorm"), attention),
-                    (norm(f"{prefix}.post_attention_layernorm"), feed_forward),
-                ))
-            )  # fmt: skip
+        layers = [_Layer.load(config, checkpoint, f"model.layers.{i}", i) for i in range(config.num_hidden_layers)]
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
         self.draft_prefixes = ("model.mtp.",)
+
+    def load_draft_head(self, checkpoint: Checkpoint) -> NextTokenHead | None:
+        """Return the first module of multi-token prediction, a layer with a dense MLP.
+
+        It joins the hidden state first, reads embeddings without the model's norm of them, and mostly has no last norm.
+        Its tensors have the names of published files or of transformers.
+        """
+        root, n_model = "model.mtp.layers.0", self.config.hidden_size
+        joined = checkpoint.name_of(f"{root}.input_proj.weight", f"{root}.eh_proj.weight")
+        if joined not in checkpoint:
+            super().load_draft_head(checkpoint)
+            return None
+        if not self.config.num_mtp_layers:
+            raise UnsupportedModelError(
+                f"{checkpoint.folder} has a draft head with {joined}, and num_mtp_layers={self.config.num_mtp_layers} "
+                "in its config, which says nothing of its layers; name how many there are, or load the model without it"
+            )
+        config: InklingTextConfig = self.config.get_mtp_config()
+
+        def norm(*names: str) -> RMSNorm:
+            return RMSNorm(checkpoint.take(checkpoint.name_of(*names), n_model), config.rms_norm_eps)
+
+        joined_MN = checkpoint.take(joined, n_model, 2 * n_model)
+        if config.mtp_hidden_states_first:
+            joined_MN = joined_MN.roll(n_model, 1)
+        last = norm("model.mtp.chain_norm.weight") if config.chain_hidden_post_norm else lambda x_TM: x_TM
+        block = f"{root}.transformer_block"
+        return NextTokenHead(
+            self,
+            (norm(f"{root}.embed_norm.weight", f"{root}.enorm.weight"),
+             norm(f"{root}.hidden_norm.weight", f"{root}.hnorm.weight")),
+            Linear(joined_MN), [_Layer.load(config, checkpoint, block, 0, n_ahead=1)], last,
+            embed=replace(self.vocabulary.embed, norm=None),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +94,21 @@ class _Layer:
     """Computes x + part(norm(x)) for each part."""
 
     parts: tuple[tuple[Function, Mixer], ...]
+
+    @staticmethod
+    def load(config: InklingTextConfig, checkpoint: Checkpoint, prefix: str, i: int, *, n_ahead: int = 0) -> _Layer:
+        """Load layer i of the config. `n_ahead` is that of `LogScale`."""
+        n_model = config.hidden_size
+        attention_norm, feed_forward_norm = (
+            RMSNorm(checkpoint.take(f"{prefix}.{name}.weight", n_model), config.rms_norm_eps)
+            for name in ("input_layernorm", "post_attention_layernorm")
+        )
+        attention = InklingAttention(config, checkpoint, prefix, i, n_ahead=n_ahead)
+        conv = ResidualConv.load(
+            checkpoint, {f"{prefix}.mlp_sconv.conv1d": n_model}, i, "feed_forward", config.conv_kernel_size
+        )
+        feed_forward = Convolved(_load_feed_forward(config, checkpoint, f"{prefix}.mlp", i), conv)
+        return _Layer(((attention_norm, attention), (feed_forward_norm, feed_forward)))
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -86,7 +123,9 @@ class _Layer:
 class InklingAttention:
     """Computes attention whose keys, values and outputs are convolved, with a bias that each query computes."""
 
-    def __init__(self, config: InklingTextConfig, checkpoint: Checkpoint, prefix: str, layer: int) -> None:
+    def __init__(
+        self, config: InklingTextConfig, checkpoint: Checkpoint, prefix: str, layer: int, *, n_ahead: int = 0
+    ) -> None:
         spec, n_distances = attention_spec_of(config, layer)
         self._layer, self._sizes = layer, head_sizes(spec, config.d_rel)
         n_model, n_taps, eps = config.hidden_size, config.conv_kernel_size, config.rms_norm_eps
@@ -105,7 +144,7 @@ class InklingAttention:
         self._scale: Scale = unscaled
         if spec.window is None and config.log_scaling_n_floor is not None:
             check_numbers(config, "log_scaling_n_floor", above=0)
-            self._scale = LogScale(config.log_scaling_n_floor, config.log_scaling_alpha)
+            self._scale = LogScale(config.log_scaling_n_floor, config.log_scaling_alpha, n_ahead)
         self._head_dim = spec.head_dim
         self.specs: tuple[LayerSpec, ...] = (spec, self._conv.spec, self._out_conv.spec)
 

@@ -49,15 +49,17 @@ class LogScale:
     Attributes:
         n_before: the number of tokens whose factor is 1.
         growth: by how much the factor grows for each e-fold of the position.
+        n_ahead: by how much a token's position in the text is larger than in its sequence; 1 in draft heads.
     """
 
     n_before: float
     growth: float
+    n_ahead: int = 0
 
     def __call__(self, x_THD: Tensor, step: Step) -> Tensor:
         factor_T11: Tensor | None = step.notes.get(self)
         if factor_T11 is None:
-            reach_T = ((step.positions + 1).float() / self.n_before).clamp(min=1.0)
+            reach_T = ((step.positions + 1 + self.n_ahead).float() / self.n_before).clamp(min=1.0)
             factor_T11 = step.notes[self] = (1.0 + self.growth * reach_T.log())[:, None, None]
         return (x_THD.float() * factor_T11).to(x_THD.dtype)
 

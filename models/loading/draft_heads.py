@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,6 +18,7 @@ from hybridmem.models.loading.folders import find_folder
 from hybridmem.models.products.choice import Kind, compile_ahead, noting_kinds
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 from hybridmem.models.weights.formats import WeightFormat, weights_in
+from hybridmem.models.weights.signature import signature_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,9 +46,20 @@ def load_draft_head(path_or_hub_id: str | Path, model: Any, *, weights: str = "a
         head = model.load_draft_head(checkpoint) if load is None else load(_config_of(place), checkpoint, model)
     if head is None:
         raise FormatError(f"{place} holds no draft head for {spec.model}; give a folder with one, or leave it out")
+    sign(head, model, checkpoint)
     if spec.device.type == "cpu":
         compile_ahead(kinds)  # Compile kernels now, so that no step waits for it.
     return cast(AnyHead, head)
+
+
+def sign(head: AnyHead, model: Decoder, checkpoint: Checkpoint) -> None:
+    """Give the spec of a head's memory the signature of the head's weights and the model's, since it depends on both.
+
+    Args:
+        checkpoint: the one from which the head was taken.
+    """
+    samples = {**checkpoint.samples, "the model": (model.memory_spec.weights or "").encode()}
+    head.memory_spec = replace(head.memory_spec, weights=signature_of(model.config, checkpoint.dtype, samples))
 
 
 def dry_draft_head(model: Any, place: Path, *, weights: str = "auto") -> AnyHead | None:

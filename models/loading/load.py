@@ -153,6 +153,10 @@ class OpenedModel:
             model = build(self.model_class, self.config, checkpoint)
             if draft_head and isinstance(model, Decoder):
                 model.draft_head = model.load_draft_head(checkpoint)
+                if model.draft_head is not None:
+                    from hybridmem.models.loading.draft_heads import sign
+
+                    sign(model.draft_head, model, checkpoint)
         if isinstance(model, Decoder):
             checkpoint.ignore(*checkpoint.names_below(model.draft_prefixes))
         checkpoint.warn_of_surprises()

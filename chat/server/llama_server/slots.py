@@ -85,6 +85,11 @@ class Slots:
             raise ApiError(400, message, param="filename", code="invalid_value")
         return Path(folder) / owner.hex()[:32] / filename
 
+    @staticmethod
+    def _drafts_of(path: Path) -> Path:
+        """Return where the file lies that holds what a drafter remembers of a slot's text."""
+        return path.parent / ".drafts" / path.name  # No slot's file has a name that begins with a dot.
+
     def _save(self, prefixes: PrefixCache, owner: bytes, slot: int, path: Path) -> dict[str, object]:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._service.engine.lock:
@@ -94,6 +99,11 @@ class Slots:
             longest = max(found, key=lambda checkpoint: checkpoint.length)
             n_tokens = longest.length
             self._service.engine.memory.save(longest, path)
+            if (texts := self._service.engine.drafted_texts) is not None:
+                drafts = self._drafts_of(path)
+                drafts.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                if not texts.save([longest.tokens], owner, drafts):
+                    drafts.unlink(missing_ok=True)
         return {"filename": path.name, "n_saved": n_tokens, "n_written": path.stat().st_size}
 
     def _restore(self, prefixes: PrefixCache, owner: bytes, slot: int, path: Path) -> dict[str, object]:
@@ -105,6 +115,8 @@ class Slots:
                 prefixes.insert(sequence, owner)
             finally:
                 memory.close(sequence)
+            if (texts := self._service.engine.drafted_texts) is not None:
+                texts.load(self._drafts_of(path), owner)
         self.note(owner, slot, token_ids)
         return {"filename": path.name, "n_restored": len(token_ids), "n_read": path.stat().st_size}
 

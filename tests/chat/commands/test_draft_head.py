@@ -6,12 +6,15 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
 from hybridmem import EMBEDDED
 from hybridmem.chat.commands.inspection import inspect_path
 from hybridmem.memory import FormatError, SpecError
+from hybridmem.memory.storage import read_blocks
+from hybridmem.memory.storage.files import write_blocks
 from tests.chat.commands.test_draft_model import served
 from tests.extent import only_in_long
 from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint
@@ -78,3 +81,45 @@ def test_options_that_exclude_each_other_and_folders_without_a_head_are_refused(
         served(model=str(folder), draft_head="auto", rollback_window=0, threads=1)
     with pytest.raises(FormatError, match="holds no draft head"):
         served(model=str(folder), draft_head=EMBEDDED, threads=1)
+
+
+def test_a_server_that_starts_again_knows_what_its_head_remembered(folder: Path, tmp_path: Path) -> None:
+    """The next server continues from the text, and its head too. Folders without a head's part are read as well."""
+    options = {
+        "model": str(folder), "draft_head": "auto", "budget": "16MiB", "threads": 1,
+        "prefixes": str(tmp_path / "kept"), "prefix_bytes": "32MiB",
+    }  # fmt: skip
+    prompt = [1, *range(5, 45)] * 2
+    first = served(**options)
+    generation = first.engine.submit(prompt, max_tokens=20, owner="a")
+    first.engine.run()
+    assert first.options.save is not None
+    first.options.save()
+    text = [*prompt, *generation.token_ids]
+    for is_kept in (True, False):
+        if not is_kept:
+            shutil.rmtree(tmp_path / "kept" / "drafts")
+        engine = served(**options).engine
+        assert engine.drafted_texts is not None and engine.prefixes is not None
+        found, n = engine.prefixes.find([*text, 2], "a").reused, len(text) - 1
+        assert found == n and engine.drafted_texts.hold(np.array(text[:n]), "a") == is_kept
+        sequence, lookup = engine.open_prefix([*text, 2], "a")
+        assert lookup.reused == sequence.length == n - is_kept, "the last hidden state is computed again for the head"
+
+
+def test_the_prefixes_of_another_head_are_replaced(folder: Path, tmp_path: Path) -> None:
+    options = {"model": str(folder), "budget": "16MiB", "threads": 1, "prefixes": str(tmp_path / "kept")}
+    first = served(draft_head="auto", rollback_window=16, **options)
+    first.engine.submit([1, *range(5, 45)], max_tokens=20)
+    first.engine.run()
+    assert first.options.save is not None
+    first.options.save()
+    drafts = tmp_path / "kept" / "drafts" / "checkpoints.safetensors"
+    tensors, about = read_blocks(str(drafts))
+    about["signature"]["layers"] = []
+    write_blocks(str(drafts), tensors, {name: own for name, own in about.items() if name != "version"})
+    again = served(draft_head="auto", rollback_window=16, **options)
+    assert again.engine.drafted_texts is not None and again.options.save is not None
+    assert again.engine.drafted_texts.prefixes.stats().n_checkpoints == 0
+    again.options.save()
+    assert read_blocks(str(drafts))[1]["signature"]["layers"]

@@ -10,9 +10,13 @@ import pytest
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from hybridmem.chat.engine.blank_drafts import BlankDrafter
+from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.prompts import Tokenizer, load_tokenizer
 from hybridmem.chat.server import ServerOptions
-from hybridmem.models import EMBEDDED, LanguageModel
+from hybridmem.memory import HybridMemory
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import EMBEDDED, LanguageModel, load_model
 from tests.chat.servers import MODEL, Answer, Running, running
 
 PROMPT = "<|bos|><|user|>My cat is called Zoe.<|end|><|assistant|>"
@@ -160,6 +164,26 @@ def test_slots_are_saved_erased_and_restored(embedded: LanguageModel, tokenizer:
         again = complete(server, prompt=long, n_predict=4).json
         assert again["content"] == first["content"] and again["timings"]["cache_n"] == first["tokens_evaluated"] - 1
         assert change(server, "restore", "missing.bin").status == 400
+
+
+def test_a_slot_takes_along_what_a_draft_head_remembers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model: Any = load_model("embedded", draft_head=True)
+    known = list[bool]()
+    for action in ("save", "restore"):
+        own = HybridMemory(model.draft_head.memory_spec, "8MiB")
+        drafter = BlankDrafter(model, model.draft_head, own, prefixes=PrefixCache(own))
+        options, speculation = ServerOptions(slot_save_path=str(tmp_path)), Speculation(adapts=False, drafter=drafter)
+        with running(model, tokenizer, options, speculation=speculation) as server:
+            if action == "save":
+                complete(server, prompt="<|bos|><|user|>My cat is called Zoe.<|end|>" * 3, n_predict=4, id_slot=3)
+            body = {"filename": "a.bin"}
+            assert server.call("POST", f"/slots/3?action={action}", body).status == 200
+            (prefix, *_) = sorted(server.prefixes.resumable(), key=lambda each: -each.n_tokens)
+            texts = server.engine.drafted_texts
+            assert texts is not None
+            known.append(texts.hold(prefix.checkpoint.tokens, prefix.owner))
+            texts.prefixes.clear()
+    assert known == [True, True]
 
 
 def test_each_event_may_have_the_times_so_far(plain_server: Running) -> None:

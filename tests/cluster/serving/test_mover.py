@@ -7,15 +7,23 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from hybridmem.chat.engine.blank_drafts import BlankDrafter
+from hybridmem.chat.engine.drafting import Speculation
+from hybridmem.chat.engine.engine import Engine
+from hybridmem.cluster.routing.prompts import TokenPrompt
+from hybridmem.cluster.serving.mover import Mover
+from hybridmem.cluster.store.health import StoreHealth
 from hybridmem.cluster.store.place import Place
 from hybridmem.cluster.store.sequences import Quota, SequenceStore
 from hybridmem.memory import HybridMemory, MismatchError
-from hybridmem.models import LanguageModel
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import LanguageModel, load_model
 
 
 class Clock:
@@ -91,3 +99,29 @@ def test_a_file_is_created_once(scheme: str, tmp_path: Path) -> None:
     place.remove("a/b.json")
     place.remove("a/b.json")
     assert not place.has("a/b.json")
+
+
+def test_a_replica_fetches_what_the_draft_head_of_another_remembers(tmp_path: Path) -> None:
+    model: Any = load_model("embedded", draft_head=True)
+    place, health = Place(str(tmp_path / "store")), StoreHealth(Clock())
+    movers, engines = list[Mover](), list[Engine]()
+    for _ in range(2):
+        own = HybridMemory(model.draft_head.memory_spec, "8MiB", rollback_window=16)
+        drafter = BlankDrafter(model, model.draft_head, own, prefixes=PrefixCache(own))
+        memory = HybridMemory(model.memory_spec, "32MiB", rollback_window=16)
+        prefixes, speculation = PrefixCache(memory), Speculation(adapts=False, drafter=drafter)
+        engines.append(Engine(model, memory, None, stop_ids=(), prefixes=prefixes, speculation=speculation))
+        store = SequenceStore(place, memory.archive.signature, Quota(1 << 30, 3600.0), Clock())
+        movers.append(Mover(engines[-1], prefixes, store, health, least_tokens=16))
+    tokens = list(range(20, 120))
+    said = engines[0].submit(tokens, max_tokens=20, owner=b"a")
+    engines[0].run()
+    text = np.array([*tokens, *said.token_ids[:-1]])
+    packed = movers[0].pack(TokenPrompt(text.astype("<i4").tobytes(), b"a"))
+    assert packed is not None
+    stand, write = packed
+    write()
+    prompt = TokenPrompt(np.append(text, 5).astype("<i4").tobytes(), b"a")
+    assert movers[1].fetch(prompt, stand) == stand.n_tokens == len(text)
+    texts = engines[1].drafted_texts
+    assert texts is not None and texts.hold(text, b"a") and not texts.hold(text, b"b")

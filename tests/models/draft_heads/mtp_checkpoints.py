@@ -19,6 +19,7 @@ from hybridmem.models.loading.load import names_in_files
 from tests.models.checkpoints import randomise_
 
 try:
+    from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 except ImportError:
     pytest.skip("transformers before 5.24 has no MtpModel to compare draft heads with", allow_module_level=True)
@@ -35,6 +36,8 @@ class MtpPeer:
 
     model: Any
     module: Any
+    has_cache: bool = False
+    """Whether pairs are read with a cache. Only with it, transformers knows that positions are ahead of the model's."""
 
     @torch.no_grad()
     def hidden(self, tokens: list[int]) -> Tensor:
@@ -46,7 +49,8 @@ class MtpPeer:
         """Return the logits (n, vocab) and hidden states (n, M) of pairs of hidden states and next tokens."""
         positions = torch.arange(1, len(next_tokens) + 1)[None]
         ids = torch.tensor([next_tokens])
-        rows = self.module.forward_layer(0, hidden_TM[None], positions, None, input_ids=ids)
+        cache = MtpCache(config=self.module.config) if self.has_cache else None
+        rows = self.module.forward_layer(0, hidden_TM[None], positions, cache, input_ids=ids)
         return self.module._project_to_logits(rows)[0], rows[0]
 
 
@@ -144,6 +148,35 @@ def write_mtp_checkpoint(
         tensors[place + name.removeprefix("model.layers.0.")] = tensor.clone()
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     return MtpPeer(model, module)
+
+
+def write_inkling_checkpoint(folder: Path, config: PreTrainedConfig, *, as_published: bool) -> MtpPeer:
+    """Write a model of Inkling with one module, under the names of published files or of transformers."""
+    torch.manual_seed(7)
+    config.num_mtp_layers, config._attn_implementation = 1, "eager"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    randomise_(model)
+    module = MtpModel(model, 1).eval()  # It copies the embedding.
+    randomise_(module.layers)
+    if module.use_shared_post_norm:
+        randomise_(module.shared_post_norm)
+    model.save_pretrained(folder)
+    tensors, names = load_file(folder / "model.safetensors"), {"enorm": "embed_norm", "hnorm": "hidden_norm"}
+    names = {**names, "eh_proj": "input_proj"} if as_published else {}
+    block = dict[str, Tensor]()
+    for name, tensor in module.layers[0].state_dict().items():
+        begin, rest = name.split(".", 1)
+        if begin == "mtp_block":
+            block[f"model.layers.0.{rest}"] = tensor
+        else:
+            tensors[f"model.mtp.layers.0.{names.get(begin, begin)}.{rest}"] = tensor.clone()
+    for name, tensor in names_in_files(model, block).items():
+        rest = name.removeprefix("model.layers.0.")
+        tensors[f"model.mtp.layers.0.transformer_block.{rest}"] = tensor.clone()
+    if module.use_shared_post_norm:
+        tensors["model.mtp.chain_norm.weight"] = module.shared_post_norm.weight.detach().clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return MtpPeer(model, module, has_cache=True)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, masking_utils
 
 from hybridmem.chat.commands.inspection import inspect_path
 from hybridmem.memory import HybridMemory
@@ -16,9 +16,15 @@ from hybridmem.models import UnsupportedModelError, load_model
 from hybridmem.models.draft_heads import HiddenRows
 from tests.extent import few_cases
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
-from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint, write_nemotron_checkpoint
+from tests.models.draft_heads.mtp_checkpoints import (
+    MtpPeer,
+    write_inkling_checkpoint,
+    write_mtp_checkpoint,
+    write_nemotron_checkpoint,
+)
 from tests.models.families.deepseek import CONFIGS as FAMILIES
 from tests.models.families.deepseek_v32 import CONFIGS as INDEXED
+from tests.models.families.inkling import CONFIGS as INKLING
 from tests.models.families.nemotron_h import CONFIGS as NEMOTRON
 from tests.models.families.qwen3_5 import qwen3_5_config, qwen3_5_moe_config
 from tests.models.families.qwen3_next import qwen3_next_config
@@ -35,18 +41,41 @@ HOLDERS: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm-5": INDEXED["glm-moe-dsa"],
     "nemotron-3": NEMOTRON["nemotron-h"],
     "nemotron-3-latent": NEMOTRON["nemotron-h-two-of-eight-experts"],
+    "inkling": INKLING["inkling-two-of-four-experts"],
+    "inkling-log-scale": lambda: _with(INKLING["inkling-log-scale"](), chain_hidden_post_norm=True),
+    "inkling-window": lambda: _with(
+        INKLING["inkling-two-of-four-experts"](), mtp_local_layer_ids=[0], mtp_hidden_states_first=False
+    ),
 }
+
+
+def _with(config: PreTrainedConfig, **options: object) -> PreTrainedConfig:
+    for name, value in options.items():
+        setattr(config, name, value)
+    return config
+
+
+def _write(folder: Path, name: str) -> MtpPeer:
+    if name.startswith("inkling"):
+        return write_inkling_checkpoint(folder, HOLDERS[name](), as_published=name == "inkling")
+    if name.startswith("nemotron"):
+        return write_nemotron_checkpoint(folder, HOLDERS[name]())
+    return write_mtp_checkpoint(folder, HOLDERS[name](), nextn=not name.startswith("qwen"))
 
 
 @few_cases
 @pytest.mark.parametrize("name", HOLDERS)
-def test_modules_of_multi_token_prediction_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_modules_of_multi_token_prediction_are_those_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The module reads all pairs of a text in uneven steps, with another sequence beside it.
 
     Then comes a token that the head has drafted.
     """
-    write = write_nemotron_checkpoint if name.startswith("nemotron") else write_mtp_checkpoint
-    peer = write(tmp_path, HOLDERS[name](), **({} if name.startswith(("qwen", "nemotron")) else {"nextn": True}))
+    # Transformers 5.24 masks a module of this kind as one without a window, unlike the model's own layers.
+    masks = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING["hybrid_sliding"]
+    monkeypatch.setitem(masks, "sliding_attention", masking_utils.create_sliding_window_causal_mask)
+    peer = _write(tmp_path, name)
     model = load_model(tmp_path, draft_head=True)
     head = model.draft_head
     assert head is not None and head.memory_spec.vocab_size == model.memory_spec.vocab_size
@@ -87,6 +116,22 @@ def test_a_head_that_is_not_wanted_stays_in_the_files_without_a_warning(
     model, other = load_model(tmp_path), load_model(tmp_path, draft_head=True)
     assert model.draft_head is None and not [each for each in recwarn if "not used" in str(each.message)]
     assert model.memory_spec.weights == other.memory_spec.weights, "sequences that were saved fit both"
+
+
+def test_a_memory_of_a_head_belongs_to_its_weights_and_to_those_of_its_model(tmp_path: Path) -> None:
+    """The model's own signature does not depend on its head, so its files fit with any head."""
+    write_mtp_checkpoint(tmp_path, qwen3_5_config())
+    file, signatures = tmp_path / "model.safetensors", list[tuple[str | None, str | None]]()
+    tensors = load_file(file)
+    for changed in (None, "mtp.fc.weight", "model.embed_tokens.weight", None):
+        factors = {} if changed is None else {changed: 2 * tensors[changed]}
+        save_file(tensors | factors, file, {"format": "pt"})
+        model = load_model(tmp_path, draft_head=True)
+        signatures.append((model.memory_spec.weights, model.draft_head.memory_spec.weights))
+    first, other_head, other_model, again = signatures
+    assert first == again and None not in first
+    assert other_head[0] == first[0] and other_head[1] != first[1]
+    assert other_model[0] != first[0] and other_model[1] != first[1]
 
 
 @few_cases
