@@ -218,8 +218,7 @@ class Drafting:
             self._rest -= 1
             return {}
         started = time.perf_counter()
-        guesses = {job: self._texts.find(job, self._possible(job, turn.room)) for job in turn.jobs}
-        found = {job: guess for job, guess in guesses.items() if guess.token_ids}
+        found = self._texts.find(turn.jobs, lambda job: self._possible(job, turn.room))
         others = self._find_others(turn, found)
         lengths, branched = self._choose_lengths(turn, found, others)
         for job in lengths:
@@ -260,10 +259,10 @@ class Drafting:
         most = {job: len(guess.token_ids) for job, guess in found.items()}
         if not self._adapts or not found:
             return most, True
-        pace, n, is_mixed = self._pace, turn.n, turn.is_mixed
+        pace, n = self._pace, turn.n
         rates = {job: self._texts.rate(job, guess) for job, guess in found.items()}
-        if not pace.knows(is_mixed=is_mixed):
-            if is_mixed or not pace.plain.is_known:
+        if not pace.is_known:
+            if turn.is_mixed or not pace.plain.is_known:
                 return {}, False
             likely = [job for job, rate in rates.items() if rate.value >= _PROBED_RATE]
             n_probed = _PROBED * (1 + pace.drafted.n_noted % 2)  # Two sizes say what a row costs.
@@ -281,11 +280,16 @@ class Drafting:
                 right = [n + self._gain(rates[job], others.get(job, [])) for n, job in zip(right, lengths, strict=True)]
                 n_drafted += sum(len(way) for job in lengths for way in others.get(job, []))
             worth = pace.worth(n, right)
-            return pace.speed(n, n_drafted, worth, is_mixed=is_mixed, is_branched=is_branched)
+            return pace.speed(n, n_drafted, worth, is_branched=is_branched)
 
         none, choices = dict[Job, int](), [(lengths, False) for lengths in lengths_of(rates, most)]
+        if not choices:
+            return none, False
+        longest, _ = choices[0]
+        if not others and not pace.may_pay(n, pace.worth(n, [rates[job].expected(k) for job, k in longest.items()])):
+            return none, False
         choices += [(lengths, True) for lengths, _ in choices if any(job in others for job in lengths)]
-        best = max(choices, key=speed, default=(none, False))
+        best = max(choices, key=speed)
         return best if speed(best) >= MARGIN * speed((none, False)) else (none, False)
 
     def _gain(self, rate: Rate, others: list[list[int]]) -> float:
@@ -365,13 +369,13 @@ class Drafting:
     def _best(self, turn: _Turn, looked_up: Drafts, jobs: list[Job], drafter: JobDrafter) -> tuple[int, list[Job]]:
         """Return the best number of tokens for the drafter, and the jobs for which it pays. There may be none."""
         pace, n, n_jobs = self._pace, turn.n, len(jobs)
-        if not jobs or not pace.knows(is_mixed=turn.is_mixed) or not pace.model.is_known:
+        if not jobs or not pace.is_known or not pace.model.is_known:
             return 0, []
         n_found, n_right = self._sums(looked_up)
         rate = Rate(sum(self._rate(job).value for job in jobs) / n_jobs)
 
         def speed(k: int) -> float:
-            seconds = pace.seconds(n, n_found + k * n_jobs, is_mixed=turn.is_mixed)
+            seconds = pace.seconds(n, n_found + k * n_jobs)
             n_steps = min(k, 1) if drafter.drafts_at_once else k
             return (n + n_right + n_jobs * rate.expected(k)) / (seconds + n_steps * pace.model.of(n_jobs))
 
@@ -407,15 +411,17 @@ class Drafting:
         n, n_fed, n_drafted = len(plan), sum(n_tokens for _, n_tokens in plan), sum(map(len, drafts.values()))
         pace, is_mixed = self._pace, n_fed > n
         branched = any(isinstance(draft, TokenTree) for draft in drafts.values())
-        cost = pace.mixed if is_mixed else pace.branched if branched else pace.drafted if drafts else pace.plain
-        cost.note(n_fed + n_drafted, seconds - last.seconds)
+        cost = pace.branched if branched else pace.drafted if drafts else pace.plain
+        if not is_mixed:
+            cost.note(n_fed + n_drafted, seconds - last.seconds)
         saved = 0.0
         if (drafts or last.seconds) and pace.plain.is_known:
             n_decoding = sum(n_tokens == 1 for _, n_tokens in plan)
             plain = pace.plain.of(n_decoding)
-            verified = n_drafted * cost.slope if is_mixed and cost.is_known else seconds - last.seconds - plain
-            if not is_mixed and cost.is_known:  # The machine may have done something else in a slow step.
-                verified = min(verified, cost.of(n_fed + n_drafted) - plain)
+            verified = pace.seconds(n_decoding, n_drafted, is_branched=branched) - plain if pace.is_known else 0.0
+            if not is_mixed:  # A step is slower where the machine does something else as well.
+                measured = seconds - last.seconds - plain
+                verified = min(verified, measured) if cost.is_known else measured
             lost = last.seconds + verified
             of_token = self._share * plain / n_decoding
             saved = sum(right.values()) * of_token - lost

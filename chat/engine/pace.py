@@ -156,20 +156,20 @@ class Pace:
 
     Attributes:
         plain: steps that only decode, without drafts. drafted: such steps with drafts, by all tokens that they feed.
-        mixed: steps with prompts. model: the steps of a drafter.
+        model: the steps of a drafter.
         branched: steps that only decode, in which drafts are trees, by all tokens that they feed. Recurrent layers may
             compute a token once for each path that it is on.
     """
 
     plain: Cost = field(default_factory=Cost)
     drafted: Cost = field(default_factory=Cost)
-    mixed: Cost = field(default_factory=Cost)
     model: Cost = field(default_factory=Cost)
     branched: Cost = field(default_factory=Cost)
 
-    def knows(self, *, is_mixed: bool) -> bool:
-        """Return whether the costs of such steps are known, with and without drafts."""
-        return self.plain.is_known and (self.mixed if is_mixed else self.drafted).is_known
+    @property
+    def is_known(self) -> bool:
+        """True if the costs of steps with and without drafts are known."""
+        return self.plain.is_known and self.drafted.is_known
 
     def worth(self, n_sequences: int, right: Sequence[float]) -> float:
         """Return how many tokens of plain steps the right tokens of drafts save, for as many drafts as `right` has.
@@ -183,26 +183,27 @@ class Pace:
         part = min(1.0, row * n_sequences / self.plain.of(n_sequences))
         return n_sequences * of_all + part * (sum(right) - len(right) * of_all)
 
-    def seconds(self, n_sequences: int, n_drafted: int, *, is_mixed: bool, is_branched: bool = False) -> float:
+    def seconds(self, n_sequences: int, n_drafted: int, *, is_branched: bool = False) -> float:
         """Return the expected seconds of a step that decodes and verifies drafts.
 
-        If it computes prompts as well, their seconds are left out.
+        If a step computes prompts as well, their seconds are left out: drafts are expected to take as long in it as in
+        one without prompts. A row of a prompt takes less, because its logits are not computed. No step is expected to
+        be faster with drafts than without, which could only have been measured by chance.
         """
-        if is_mixed:
-            return self.plain.of(n_sequences) + n_drafted * self.mixed.slope
+        plain, n = self.plain.of(n_sequences), n_sequences + n_drafted
         if is_branched:
-            n = n_sequences + n_drafted
-            return self.branched.of(n) if self.branched.is_known else _OF_TREES * self.drafted.of(n)
-        return self.drafted.of(n_sequences + n_drafted) if n_drafted else self.plain.of(n_sequences)
+            return max(plain, self.branched.of(n) if self.branched.is_known else _OF_TREES * self.drafted.of(n))
+        return max(plain, self.drafted.of(n)) if n_drafted else plain
 
-    def speed(
-        self, n_sequences: int, n_drafted: int, n_right: float, *, is_mixed: bool = False, is_branched: bool = False
-    ) -> float:
+    def speed(self, n_sequences: int, n_drafted: int, n_right: float, *, is_branched: bool = False) -> float:
         """Return how many tokens a second a step is expected to bring.
 
         Args:
             n_drafted: how many tokens the drafts have together. n_right: how many of them are expected to be right.
             is_branched: whether some drafts are trees.
         """
-        seconds = self.seconds(n_sequences, n_drafted, is_mixed=is_mixed, is_branched=is_branched)
-        return (n_sequences + n_right) / seconds
+        return (n_sequences + n_right) / self.seconds(n_sequences, n_drafted, is_branched=is_branched)
+
+    def may_pay(self, n_sequences: int, n_right: float) -> bool:
+        """Return whether drafts would pay that took no time, and saved as much as so many tokens."""
+        return n_sequences + n_right >= MARGIN * n_sequences

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from hybridmem.chat.engine.requests import Job
-from hybridmem.chat.sampling.guesses import MOST_SAME, NO_GUESS, Guess, Guesses
+from hybridmem.chat.sampling.guesses import MOST_SAME, Guess, Guesses
 
 _RIGHT_AT_FIRST = {False: (0.3, 0.5, 0.7, 0.85), True: (0.5, 0.8, 0.8, 0.9)}
 """Is predicted -> the expected share of right tokens before any was compared: after a change, and after few, more and
@@ -55,6 +55,11 @@ class Rate:
         r = self.value
         return float(n_tokens) if r == 1 else r * (1 - r**n_tokens) / (1 - r)
 
+    @property
+    def is_hopeful(self) -> bool:
+        """True if drafts of some length may pay."""
+        return self.value >= _LEAST_CHANCES[-1]
+
     def n_likely(self, chance: float) -> float:
         """Return how many drafted tokens are right with at least this probability."""
         return math.inf if self.value >= _SURE else math.log(chance) // math.log(max(self.value, 0.01))
@@ -93,21 +98,23 @@ class TextDrafts:
         self._followed = WeakKeyDictionary[Job, _Followed]()
         self._of_all = dict[tuple[bool, int], float]()
 
-    def find(self, job: Job, most: int) -> Guess:
-        """Return a guess of at most this many tokens, or `NO_GUESS`. It counts as unfed until `feed` is called."""
-        followed = self._of(job)
-        self._compare(job, followed)
-        if most <= 0 or job.sampler is None:
-            return NO_GUESS
-        guess = followed.guesses.next(most)
-        n_possible = job.sampler.possible(guess.token_ids)
-        if not n_possible:
-            return NO_GUESS
-        if n_possible < len(guess.token_ids):
-            guess = Guess(guess.token_ids[:n_possible], guess.n_same, guess.is_predicted)
-        if followed.unfed is None:
-            followed.unfed = guess, len(job.tokens)
-        return guess
+    def find(self, jobs: Iterable[Job], most: Callable[[Job], int]) -> dict[Job, Guess]:
+        """Return a guess for each job that has one. It counts as unfed until `feed` is called.
+
+        Args:
+            most: returns the most tokens of a job's guess. It is asked only where there may be one.
+        Cost: where the newest tokens of a text are new to it, an entry in an index for each token.
+        """
+        found = dict[Job, Guess]()
+        for job in jobs:
+            followed = self._of(job)
+            if followed.unfed is not None:
+                self._compare(job, followed, followed.unfed)
+            if followed.guesses.grow() and (n := most(job)) > 0 and (guess := _possible(followed.guesses.next(n), job)):
+                found[job] = guess
+                if followed.unfed is None:
+                    followed.unfed = guess, len(job.tokens)
+        return found
 
     def others(self, job: Job, guess: Guess, n_tokens: int, most: int) -> list[list[int]]:
         """Return up to `most` other ways in which the text may go on, of up to `n_tokens` tokens each.
@@ -138,17 +145,17 @@ class TextDrafts:
         followed = self._of(job)
         self._learn(followed, followed.kind, n_drafted, n_right)
 
-    def _compare(self, job: Job, followed: _Followed) -> None:
+    def _compare(self, job: Job, followed: _Followed, unfed: tuple[Guess, int]) -> None:
         """Learn from the guess that was not fed, if the reply has left it, or has followed it for long enough."""
-        if followed.unfed is None:
-            return
-        guess, n_then = followed.unfed
+        guess, n_then = unfed
         expected = guess.token_ids[:_COMPARED]
         said = job.tokens[n_then : n_then + len(expected)]
         n_right = next((i for i, (a, b) in enumerate(zip(expected, said, strict=False)) if a != b), len(said))
         if n_right < len(said) or len(said) == len(expected):
-            self._learn(followed, _kind(guess), len(expected), n_right)
-            followed.unfed = None
+            kind, followed.unfed = _kind(guess), None
+            self._learn(followed, kind, len(expected), n_right)
+            if not guess.n_same and not n_right and not self._rate(followed, kind).is_hopeful:
+                followed.guesses.leave_copy()
         elif len(job.tokens) < n_then:  # A call of a tool was taken back.
             followed.unfed = None
 
@@ -165,12 +172,22 @@ class TextDrafts:
         return rate
 
     def _of(self, job: Job) -> _Followed:
-        followed = self._followed.get(job)
-        if followed is None:
-            prediction = job.request.prediction
-            guesses = Guesses(job.tokens, job.generation.n_prompt, prediction, looks_up=self.looks_up)
-            followed = self._followed[job] = _Followed(guesses, {})
+        return self._followed.get(job) or self._follow(job)
+
+    def _follow(self, job: Job) -> _Followed:
+        guesses = Guesses(job.tokens, job.generation.n_prompt, job.request.prediction, looks_up=self.looks_up)
+        followed = self._followed[job] = _Followed(guesses, {})
         return followed
+
+
+def _possible(guess: Guess, job: Job) -> Guess | None:
+    """Return a guess as far as the job's grammar allows it, or None if there is nothing left of it."""
+    assert job.sampler is not None, "made when it was admitted"
+    n_tokens = len(guess.token_ids)
+    n_possible = job.sampler.possible(guess.token_ids) if n_tokens else 0
+    if n_possible == n_tokens:
+        return guess if n_tokens else None
+    return Guess(guess.token_ids[:n_possible], guess.n_same, guess.is_predicted) if n_possible else None
 
 
 def _kind(guess: Guess) -> tuple[bool, int]:
@@ -182,12 +199,15 @@ def _kind(guess: Guess) -> tuple[bool, int]:
 def lengths_of(rates: Mapping[Job, Rate], most: Mapping[Job, int]) -> list[dict[Job, int]]:
     """Return several choices of how many tokens to draft for each job: the ones that are right often enough.
 
-    Jobs whose first token is too likely to be wrong are left out. Lengths are rounded down to one of a few.
+    The first choice has the most tokens. Jobs whose first token is too likely to be wrong are left out. Lengths are
+    rounded down to one of a few.
     """
-    found = list[dict[Job, int]]()
-    for chance in _LEAST_CHANCES:
-        lengths = {job: n for job in rates if (n := _rounded(min(most[job], rates[job].n_likely(chance))))}
-        if lengths and lengths not in found:
+    found, hopeful = list[dict[Job, int]](), [(job, rate) for job, rate in rates.items() if rate.is_hopeful]
+    for chance in reversed(_LEAST_CHANCES):
+        lengths = {job: n for job, rate in hopeful if (n := _rounded(min(most[job], rate.n_likely(chance))))}
+        if not lengths:
+            break
+        if not found or lengths != found[-1]:
             found.append(lengths)
     return found
 

@@ -6,7 +6,7 @@ Any guess is allowed, because the model verifies it. Guesses change how fast a r
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 
 from hybridmem.memory.sequences import is_soft
@@ -21,6 +21,7 @@ _NEAR, _LONGEST_CHANGE = 8, 48
 """After a change, a copied text is expected to go on at most so many tokens away from where it would have, and only
 until so many tokens have followed without another guess.
 """
+_SHIFTS = sorted(range(-_NEAR, _NEAR), key=abs)
 
 
 @dataclass(frozen=True)
@@ -41,28 +42,45 @@ class Guess:
 NO_GUESS = Guess([])
 
 
-@dataclass
 class NGrams:
     """Maps each n-gram of a growing text to the positions after its occurrences, from the latest back.
 
-    Cost: one dictionary entry and one integer for each token of text, made once.
+    Cost: for each token of text, one look-up in a dictionary, one entry and one integer. With these it is known at once
+    whether the newest n-gram occurred before.
     """
 
-    text: Sequence[int]
-    behind: dict[tuple[int, ...], int] = field(default_factory=dict)
-    earlier: list[int] = field(default_factory=list)
+    def __init__(self, text: Sequence[int]) -> None:
+        self.text = text
+        self._latest = dict[tuple[int, ...], int]()  # n-gram -> the position after its latest occurrence
+        self._earlier = list[int]()  # for each n-gram of the text, the position after its occurrence before, or -1
+
+    def grow(self) -> bool:
+        """Index the newest tokens. Return whether the n-gram at the text's end occurred before.
+
+        A text that has become shorter is indexed again.
+        """
+        text, latest, earlier = self.text, self._latest, self._earlier
+        n, end = len(text), len(earlier) + N_GRAM
+        if n < end - 1 and earlier:
+            latest.clear()
+            earlier.clear()
+            end = N_GRAM
+        while end <= n:
+            key = tuple(text[end - N_GRAM : end])
+            earlier.append(latest.get(key, -1))
+            latest[key] = end
+            end += 1
+        return bool(earlier) and earlier[-1] >= 0
 
     def find(self, n_gram: tuple[int, ...]) -> list[int]:
         """Return the positions after the latest occurrences of an n-gram, except at the end of the text."""
-        size = len(n_gram)
-        for end in range(size + len(self.earlier), len(self.text)):
-            key = tuple(self.text[end - size : end])
-            self.earlier.append(self.behind.get(key, -1))
-            self.behind[key] = end
-        found, at = list[int](), self.behind.get(n_gram, -1)
+        self.grow()
+        found, at = list[int](), self._latest.get(n_gram, -1)
+        if at == len(self.text):
+            at = self._earlier[-1]
         while at >= 0 and len(found) < _MOST_PLACES:
             found.append(at)
-            at = self.earlier[at - size]
+            at = self._earlier[at - N_GRAM]
         return found
 
 
@@ -83,6 +101,15 @@ class Guesses:
         self._prediction = NGrams(prediction) if prediction else None
         # These are the source and start of the latest guess, and the length that the text had then.
         self._copied: tuple[Sequence[int], int, int] | None = None
+
+    def grow(self) -> bool:
+        """Index the newest tokens. Return whether there may be a guess. In ordinary text there is mostly none."""
+        is_again = self._own is not None and self._own.grow()
+        return is_again or self._copied is not None or self._prediction is not None
+
+    def leave_copy(self) -> None:
+        """Expect that the text does not go on with its latest copy, until it agrees with some place again."""
+        self._copied = None
 
     def next(self, n_tokens: int) -> Guess:
         """Return up to `n_tokens` tokens that may come next, or `NO_GUESS`."""
@@ -127,10 +154,11 @@ class Guesses:
 
     def _n_same(self, source: Sequence[int], start: int) -> int:
         """Return how many tokens of the text's end are those before this position, at most `MOST_SAME`."""
-        n = len(self._text)
-        most = min(MOST_SAME, start, n)
-        before, said = source[start - most : start], self._text[n - most :]
-        return next((i for i in range(most) if before[-1 - i] != said[-1 - i]), most)
+        text, n_same = self._text, 0
+        end, most = len(text), min(MOST_SAME, start, len(text))
+        while n_same < most and source[start - 1 - n_same] == text[end - 1 - n_same]:
+            n_same += 1
+        return n_same
 
     def _predicted(self, last: tuple[int, ...]) -> list[int]:
         """Return where a prediction goes on as the reply does."""
@@ -148,7 +176,9 @@ class Guesses:
         while is_own and len(found) < n_tokens:
             # The end of the text is reached. Repeat the tokens since `start`, as if the text went on in a loop.
             found.append(found[start - n])
-        return Guess(list(takewhile(lambda token: not is_soft(token), found)), n_same, not is_own)
+        if found and is_soft(max(found)):  # Replies never have a picture, so guesses end before its tokens.
+            found = list(takewhile(lambda token: not is_soft(token), found))
+        return Guess(found, n_same, not is_own)
 
     def _copy_goes_on(self) -> tuple[Sequence[int], int] | None:
         """Return where the latest guess goes on in its source, after a change of a few tokens as well.
@@ -165,6 +195,6 @@ class Guesses:
             return None
         place, end = start_then + n - n_then, n if source is self._text else len(source)
         if not (0 < place < end and source[place - 1] == self._text[-1]):
-            near = sorted(range(max(1, place - _NEAR), min(end, place + _NEAR)), key=lambda at: abs(at - place))
-            place = next((at for at in near if source[at - 1] == self._text[-1]), place)
+            newest, near = self._text[-1], (place + shift for shift in _SHIFTS)
+            place = next((at for at in near if 0 < at < end and source[at - 1] == newest), place)
         return (source, place) if 0 < place < end else None

@@ -171,6 +171,30 @@ def test_a_reply_that_repeats_does_not_slow_down_the_others() -> None:
     assert n_drafted < 24, "only those that measure what drafts cost"
 
 
+def test_drafted_rows_take_as_long_in_steps_with_prompts_as_in_others() -> None:
+    """Rows of prompts are cheap, because their logits are not computed. All eight replies loop.
+
+    Their drafts would pay if a drafted row took as long as one of a prompt. It takes 30 times as long.
+    """
+    drafting = Drafting(make_memory(Toy(), rollback_window=32), 256, Speculation(looks_up=True))
+    jobs, prompt, n_drafted = [make_job(i) for i in range(8)], make_job(8), 0
+    prompt.is_prefilling = True
+    for i, job in enumerate(jobs):
+        job.tokens, job.sampler = [*range(100 * i, 100 * i + 9)], SimpleNamespace(possible=len)
+    for at in range(300):
+        n_prompt = (0, 40, 90)[at % 3]
+        plan = [(cast(Job, job), 1) for job in jobs] + ([(cast(Job, prompt), n_prompt)] if n_prompt else [])
+        drafts = drafting.propose(plan)
+        for job, draft in drafts.items():
+            drafting.count(job, draft, range(len(draft)))
+        n_rows = sum(map(len, drafts.values()))
+        n_drafted += n_rows if n_prompt else 0
+        for job in jobs:
+            job.tokens += [7] * (1 + len(drafts.get(job, [])))
+        drafting.note(plan, drafts, _STEP + 0.0001 * (8 + n_prompt) + 0.003 * n_rows)
+    assert n_drafted == 0
+
+
 @pytest.mark.parametrize("n_looping", [1, 4, 7, 8])
 @pytest.mark.parametrize("row", [0.0002, 0.001])
 def test_drafts_never_delay_the_end_of_a_batch(monkeypatch: pytest.MonkeyPatch, n_looping: int, row: float) -> None:
