@@ -68,6 +68,7 @@ _MODULES = {
     "NemotronH_Omni_Reasoning_V3": "hybridmem.models.families.nemotron_h",
     "Olmo3ForCausalLM": "hybridmem.models.families.olmo3",
     "OlmoHybridForCausalLM": "hybridmem.models.families.olmo_hybrid",
+    "Qwen2ForCausalLM": "hybridmem.models.families.llama",
     "Qwen3ForCausalLM": "hybridmem.models.families.llama",
     "Qwen3NextForCausalLM": "hybridmem.models.families.qwen3_next",
     "Qwen4ExpForCausalLM": "hybridmem.models.families.qwen4_exp",
