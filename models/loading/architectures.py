@@ -25,7 +25,10 @@ class LanguageModel(Protocol):
     memory_spec: MemorySpec
 
     def __call__(self, step: Step) -> Tensor:
-        """Return the logits of the rows that the step selects, (n, vocab), in the caller's order."""
+        """Return the logits of the rows that the step selects, (n, vocab), in the caller's order.
+
+        Models of this library return float32, and float64 if their weights are float64.
+        """
         ...
 
 
