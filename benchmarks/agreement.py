@@ -24,6 +24,7 @@ from transformers import (
     MambaConfig,
     NemotronHConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -124,6 +125,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
         decay_low_rank_dim=32, a_low_rank_dim=32, v_low_rank_dim=32, gate_low_rank_dim=64, fuse_norm=False,
     ),
     "llama": lambda: LlamaConfig(**_COMMON, **_ATTENTION),
+    "qwen2": lambda: Qwen2Config(**_COMMON, **_ATTENTION),
     "qwen3": lambda: Qwen3Config(**_COMMON, **_ATTENTION, head_dim=32),
 }  # fmt: skip
 """Small models by llama.cpp's name of their architecture, with rows that are whole blocks of 32."""

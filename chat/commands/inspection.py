@@ -28,7 +28,7 @@ from hybridmem.models.loading.folders import EMBEDDED, read_config
 from hybridmem.models.loading.gguf import GgufFile, find_gguf, is_gguf
 from hybridmem.models.loading.load import build, dry_model, open_model, weight_bytes
 from hybridmem.models.loading.quantised_checkpoints import find_coding
-from hybridmem.models.products.choice import Kind, noting_kinds
+from hybridmem.models.products.choice import Kind, noting_kinds, numbers_by_name
 from hybridmem.models.weights.checkpoint import Checkpoint, UnreadCheckpoint, UnsupportedModelError
 from hybridmem.models.weights.formats import WeightFormat
 
@@ -309,7 +309,7 @@ def _describe_weights(config: PreTrainedConfig, files: Checkpoint | None) -> dic
             n_bytes[name] = weight_bytes(dry_model(config, config.architectures[0], weights=name, files=files))
     told: dict[str, Any] = {"bytes of weights when loaded": n_bytes}
     if any(kind.stored is not None for kind in kinds):
-        told["weights that auto holds"] = dict(sorted((str(kind), n) for kind, n in kinds.items()))
+        told["weights that auto holds"] = numbers_by_name(kinds)
     return told
 
 

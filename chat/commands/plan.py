@@ -95,7 +95,7 @@ def plan(
 
     check_draft_options(draft_model, draft_head, window)
     is_counted = weights != "none"
-    language_model, architecture = _read_model(model, dtype, weights if is_counted else "auto")
+    language_model, architecture = read_model(model, dtype, weights if is_counted else "auto")
     own_tokens = named_context_tokens(language_model.config)
     usual_tokens = own_tokens or _USUAL_CONTEXT_TOKENS
     context_tokens = usual_tokens if context == "auto" else read_tokens("--context", context)
@@ -109,7 +109,7 @@ def plan(
         drafting = _read_draft_head(language_model, model, draft_head, weights if is_counted else "auto")
     budget_bytes, taken = read_budget(budget), weight_bytes(language_model)
     if draft_model is not None:
-        drafter, _ = _read_model(draft_model, dtype, weights if is_counted else "auto")
+        drafter, _ = read_model(draft_model, dtype, weights if is_counted else "auto")
         drafting, taken = drafter.memory_spec, taken + weight_bytes(drafter)
     if drafting is not None:
         drafting = replace(drafting, device=_read_device(device))
@@ -128,7 +128,7 @@ def plan(
         print_plan(make_console(), report)
 
 
-def _read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, str]:
+def read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, str]:
     """Read a model without its weights, and the name of its architecture.
 
     The checkpoint's files decide which heads are tied.

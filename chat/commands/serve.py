@@ -53,7 +53,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     """
     from hybridmem.chat.commands.drafter import Budgets, make_drafter
     from hybridmem.chat.commands.head_drafter import AUTO, NONE, check_draft_options, make_head_drafter
-    from hybridmem.chat.commands.serving import find_places, make_engine, memory_options
+    from hybridmem.chat.commands.serving import find_places, make_engine, memory_options, warn_without_template
     from hybridmem.chat.engine.drafting import Speculation
     from hybridmem.chat.server import ServerOptions
     from hybridmem.chat.server.embedding import find_pooling
@@ -76,6 +76,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
         chosen["model"], chosen["device"], chosen["dtype"], chosen["weights"], check,
         reproducible=chosen["reproducible"], draft_head=chosen["draft_head"] == AUTO,
     )  # fmt: skip
+    warn_without_template(name_of(chosen["model"]), tokenizer, say)
     drafter: JobDrafter | None = None
     budgets, has_cache = Budgets.of(places.memory, places.prefix_bytes), chosen["prefix_cache"]
     if chosen["draft_model"] is not None:

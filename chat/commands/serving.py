@@ -21,8 +21,20 @@ DRAFTS = "drafts"
 """The folder in that of the prefixes which holds what a drafter remembers of the same texts."""
 _BUDGET, _DEMO_BUDGET = "1GiB", "8MiB"
 _PREFIX_BYTES = "8GiB"
+CONTINUING = ("/v1/completions", "/completion", "/v1/embeddings", "/v1/score", "/v1/rerank")
+CHATTING = ("/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat")
+"""Paths that work with a model without a chat template, and paths that then refuse every request."""
 _SAVE_SECONDS = 60.0
 """With --sessions, the server saves the prefix cache after this many seconds, unless --save-every says otherwise."""
+
+
+def warn_without_template(name: str, tokenizer: Tokenizer, say: Callable[[str], None]) -> None:
+    """Say what a server can do with a model without a chat template, such as a base model. Otherwise say nothing."""
+    if not tokenizer.chat_template:
+        say(
+            f"{name} has no chat template, so it only continues texts: {', '.join(CONTINUING)} and /api/generate with "
+            f"raw work; {', '.join(CHATTING)} and the page's chats get error 400"
+        )
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,8 @@ class Eagle3Head:
             model, after, Linear.load(checkpoint, "fc", n_model, len(after) * n_model),
             vocabulary.embedding_of(checkpoint, name) if name in checkpoint else vocabulary.embed,
             Eagle3Layer.load(config, checkpoint, layer), _load_norm(config, checkpoint, "norm"),
-            Linear.load(checkpoint, "lm_head", n_drafted, n_model), _drafted_tokens(checkpoint, n_drafted, n_tokens),
+            Linear.load(checkpoint, "lm_head", n_drafted, n_model, keeps_sums=True),
+            _drafted_tokens(checkpoint, n_drafted, n_tokens),
         )  # fmt: skip
 
     def read(self, rows_TR: Tensor) -> Tensor:

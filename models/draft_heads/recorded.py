@@ -34,7 +34,7 @@ class RecordedHead:
         self._steps.give(in_order_of(step, rows_TM))
         found_SX = run_recorded(self._steps, step)
         n_model = rows_TM.shape[1]
-        return found_SX[:, :-n_model], found_SX[:, -n_model:]
+        return found_SX[:, :-n_model], found_SX[:, -n_model:].to(rows_TM.dtype)
 
 
 class _Steps:
@@ -52,7 +52,7 @@ class _Steps:
         given.copy_(rows_TM)
 
     def __call__(self, step: Step) -> Tensor:
-        """Return logits and rows beside each other, (n, vocab + M)."""
+        """Return logits and rows beside each other, (n, vocab + M), in the logits' float32, which keeps rows' bits."""
         return torch.cat(self._head.in_step_order(step, self._given[len(step.token_ids)]), -1)
 
 

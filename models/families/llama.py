@@ -1,4 +1,4 @@
-"""Implements Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023) and Qwen3 (Qwen Team 2025).
+"""Implements Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023), Qwen2 and Qwen3 (Qwen Team 2024, 2025).
 
 Each layer is rotary attention and a gated MLP.
 """
@@ -17,14 +17,16 @@ from hybridmem.models.loading.architectures import register
 from hybridmem.models.weights.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
-    from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+    from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 
 class _Transformer(Decoder):
-    """Implements what the three families have in common. Subclasses set biases, norms and windows."""
+    """Implements what the families have in common. Subclasses set biases, norms and windows."""
 
     has_mlp_bias = False
     has_attention_bias = False
+    has_out_bias: bool | None = None
+    """Whether the projection of attention's outputs has a bias; None if it has one where the other three have it."""
     has_head_norms = False
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
@@ -53,11 +55,12 @@ class _Transformer(Decoder):
 
     def _attention(self, config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Attention:
         prefix, has_bias = f"model.layers.{i}.self_attn", self.has_attention_bias
+        has_out_bias = has_bias if self.has_out_bias is None else self.has_out_bias
         spec = AttentionSpec(
             config.num_attention_heads, config.num_key_value_heads, head_dim_of(config), window=self._window(config, i)
         )
         projections = load_projections(
-            checkpoint, prefix, config.hidden_size, spec, has_bias=has_bias, has_out_bias=has_bias
+            checkpoint, prefix, config.hidden_size, spec, has_bias=has_bias, has_out_bias=has_out_bias
         )
         norms = None
         if self.has_head_norms:
@@ -87,6 +90,17 @@ class Mistral(_Transformer):
 
     def _window(self, config: MistralConfig, i: int) -> int | None:
         return int(config.sliding_window) if config.sliding_window is not None else None
+
+
+@register("Qwen2ForCausalLM")
+class Qwen2(_Transformer):
+    """Implements Qwen2 and Qwen2.5: queries, keys and values have biases. Some layers may attend to a window only."""
+
+    has_attention_bias = True
+    has_out_bias = False
+
+    def _window(self, config: Qwen2Config, i: int) -> int | None:
+        return window_of(config, i)
 
 
 @register("Qwen3ForCausalLM")

@@ -33,6 +33,7 @@ ATTACHABLE = (
     "NemotronHForCausalLM",
     "Olmo3ForCausalLM",
     "OlmoHybridForCausalLM",
+    "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3NextForCausalLM",
     "Qwen3_5ForCausalLM",

@@ -149,7 +149,10 @@ HIDDEN_STATES = "hidden states"
 
 
 class Decoder:
-    """Computes `logits = model(step)`: (n_requests, vocab) or (n_tokens, vocab) float, in the caller's order.
+    """Computes `logits = model(step)`: (n_requests, vocab) or (n_tokens, vocab) float32, in the caller's order.
+
+    Logits are the sums of the head's product, which are not rounded to the weights' dtype. They are computed only for
+    the rows that the step selects: 4 bytes for each token of the vocabulary and row.
 
     Subclasses load the parts. `residual_dtype` is the dtype of the residual stream if it is not that of the weights.
     """

@@ -13,6 +13,7 @@ from torch import Tensor
 from hybridmem.memory.kernels import steady
 from hybridmem.models.layers.norms import GatedNorm, RMSNorm
 from hybridmem.models.products.choice import hold_joined, rows_of
+from hybridmem.models.products.plain import plain_sums
 from hybridmem.models.weights.checkpoint import Checkpoint
 from hybridmem.models.weights.formats import HeldFormat, wanted_format
 
@@ -73,15 +74,19 @@ class Linear:
         bias: (n_out,) or None.
         activation: its name in transformers' configs, or None.
         format: the format of the weights. The default is what `weights_in` asks for.
+        keeps_sums: if True, products are the float32 sums (float64 for rows of float64), which are not rounded to the
+            dtype of x: logits that differ in float32 may be equal in bfloat16.
     """
 
     def __init__(
         self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None,
-        format: HeldFormat | None = None,
+        format: HeldFormat | None = None, keeps_sums: bool = False,
     ) -> None:  # fmt: skip
         self.n_out, self.n_in = sum(len(weight) for weight in weights), weights[0].shape[1]
         wanted = wanted_format()
-        self._weight = held = hold_joined(weights, wanted if format is None or wanted == "plain" else format)
+        own = wanted if format is None or wanted == "plain" else format
+        self._weight = held = hold_joined(weights, own, keeps_sums=keeps_sums)
+        self._keeps_sums = keeps_sums
         fused: Container[str | None] = ()
         if not isinstance(held, Tensor):
             fused = held.FUSED
@@ -90,7 +95,7 @@ class Linear:
         self._fused = activation if activation in fused else None
         self._activation = None if activation is None or self._fused else activation_by(activation)
         self.compiled: CompiledProduct | None = None
-        if self._activation is None and not isinstance(held, Tensor):
+        if self._activation is None and not isinstance(held, Tensor) and not keeps_sums:
             self.compiled = held.compiled(self._bias, self._fused)
 
     @property
@@ -112,17 +117,19 @@ class Linear:
         *,
         has_bias: bool = False,
         activation: str | None = None,
+        keeps_sums: bool = False,
     ) -> Linear:
         """Load `weight`, and `bias` if `has_bias`, below `prefix`."""
         weight = checkpoint.take(f"{prefix}.weight", n_out, n_in)
-        return Linear(weight, bias=checkpoint.take_optional(has_bias, f"{prefix}.bias", n_out), activation=activation)
+        bias = checkpoint.take_optional(has_bias, f"{prefix}.bias", n_out)
+        return Linear(weight, bias=bias, activation=activation, keeps_sums=keeps_sums)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return (T, n_out) of x (T, n_in), in the dtype of x."""
+        """Return (T, n_out) of x (T, n_in), in the dtype of x, or as float32 sums."""
         if isinstance(self._weight, Tensor):
-            y = F.linear(x, self._weight, self._bias)
+            y = (plain_sums if self._keeps_sums else F.linear)(x, self._weight, self._bias)
         else:
-            y = self._weight.multiply(x, self._bias, self._fused)
+            y = self._weight.multiply(x, self._bias, self._fused, keeps_sums=self._keeps_sums)
         return y if self._activation is None else self._activation(y)
 
 

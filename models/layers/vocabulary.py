@@ -72,7 +72,7 @@ class Vocabulary:
         self.n_tokens = min(config.vocab_size, n_tokens or config.vocab_size)
         weight = checkpoint.take(head, *self._shape)
         bias_V = None if bias is None else checkpoint.take(bias, config.vocab_size)
-        self._head = Linear(weight, bias=bias_V, format=wanted_vocabulary_format())
+        self._head = Linear(weight, bias=bias_V, format=wanted_vocabulary_format(), keeps_sums=True)
         rows: Tensor | QuantisedWeight | None = self._head.rows if head == name else None
         if rows is None:
             rows = self._take_rows(checkpoint, name)
@@ -97,7 +97,7 @@ class Vocabulary:
         return weight if self._head.is_packed else weight.to(checkpoint.device, checkpoint.dtype)
 
     def logits(self, x_TM: Tensor) -> Tensor:
-        """Return logits, (T, n_tokens)."""
+        """Return logits, (T, n_tokens) in float32 (float64 for such rows), whatever the dtype of weights is."""
         logits = self._head(x_TM)
         if self.n_tokens < self._shape[0]:
             logits = logits[:, : self.n_tokens]

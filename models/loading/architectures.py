@@ -25,7 +25,10 @@ class LanguageModel(Protocol):
     memory_spec: MemorySpec
 
     def __call__(self, step: Step) -> Tensor:
-        """Return the logits of the rows that the step selects, (n, vocab), in the caller's order."""
+        """Return the logits of the rows that the step selects, (n, vocab), in the caller's order.
+
+        Models of this library return float32, and float64 if their weights are float64.
+        """
         ...
 
 
@@ -68,6 +71,7 @@ _MODULES = {
     "NemotronH_Omni_Reasoning_V3": "hybridmem.models.families.nemotron_h",
     "Olmo3ForCausalLM": "hybridmem.models.families.olmo3",
     "OlmoHybridForCausalLM": "hybridmem.models.families.olmo_hybrid",
+    "Qwen2ForCausalLM": "hybridmem.models.families.llama",
     "Qwen3ForCausalLM": "hybridmem.models.families.llama",
     "Qwen3NextForCausalLM": "hybridmem.models.families.qwen3_next",
     "Qwen4ExpForCausalLM": "hybridmem.models.families.qwen4_exp",

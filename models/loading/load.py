@@ -72,7 +72,8 @@ def load_model(
     Args:
         path_or_hub_id: a folder with config.json and safetensors; a GGUF file, or a folder with one; "embedded" for the
             model that ships with the library; or a model id on the Hugging Face hub, downloaded once.
-        dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto" takes the checkpoint's own.
+        dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto" takes the checkpoint's own. Logits are float32
+            in all of them.
         weights: how products hold weights. "auto" keeps the bits of the files on the CPU, also for quantized weights.
             "dense" makes all weights floats in `dtype`. "int8" or "int4" rounds weights that have more bits to integers
             while they are read, on the CPU. With "int4", heads and embeddings still have 8 bits.

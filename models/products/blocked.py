@@ -58,21 +58,25 @@ class BlockedWeight:
             self._kind, self._n_multiple, _PER_CODE[self.dtype],
         )  # fmt: skip
 
-    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
+    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None, *, keeps_sums: bool = False) -> Tensor:
+        """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32.
+
+        With `keeps_sums`, the float32 sums are returned without rounding.
+        """
         rows = _as_codes(x, self.dtype, self._n_multiple)
         n_rows, n_inputs = rows.shape
-        y = torch.empty(n_rows, self.n_out, dtype=self.dtype)
+        dtype = torch.float32 if keeps_sums else x.dtype
+        y = torch.empty(n_rows, self.n_out, dtype=torch.float32 if keeps_sums else self.dtype)
         source, options = (rows.data_ptr(), n_rows, n_inputs // _PER_CODE[self.dtype]), (
             epilogue.NO_BIAS if bias is None else bias.numpy(), epilogue.ACTIVATIONS[activation],
-            use_threads(n_rows * n_inputs * self.n_out // 16), y.data_ptr(), self.n_out,
+            use_threads(n_rows * n_inputs * self.n_out // 16), y.data_ptr(), self.n_out, LIKE[y.dtype],
         )  # fmt: skip
         product = kernel_of(self._kind.kernel).product
         if not self._kind.has_tiles:
-            product(self._codes, *source, *options, LIKE[self.dtype])
+            product(self._codes, *source, *options)
         elif n_rows:
             product(self._codes, *source, amx.shape(n_rows), *options)
-        return y if x.dtype is self.dtype else y.to(x.dtype)
+        return y if y.dtype is dtype else y.to(dtype)
 
 
 def _as_codes(x: Tensor, dtype: torch.dtype, n_multiple: int) -> Tensor:

@@ -89,8 +89,7 @@ def product_address(kind: ProductKind) -> int:
     like, no_bias = as_array(torch.empty(0, dtype=kind.rows)), epilogue.NO_BIAS
     scales = (np.empty(0, np.uint16),) if kind.codes.itemsize == 1 else ()
     if kind.has_tiles:
-        last = (like,) if scales else ()
-        return address_of(product, codes, *scales, i, i, i, amx.shape(1), no_bias, i, i, i, i, *last)
+        return address_of(product, codes, *scales, i, i, i, amx.shape(1), no_bias, i, i, i, i, like)
     if scales:
         # Some kernels read rows as float32, and callers convert 16-bit rows for them. A joined product leaves this to
         # its pieces.
@@ -146,6 +145,7 @@ def _tiles(fields, first, codes_like, x_at, n_rows, shape, n_parts, out_at, like
     call_at(fields[first + KERNEL], (
         field_array(fields, first + CODES, codes_like), x_at, n_rows, fields[first + N], shape,
         field_array(fields, first + BIAS, FLOATS), fields[first + ACTIVATION], n_parts, out_at, fields[first + N_OUT],
+        like,
     ))  # fmt: skip
 
 

@@ -57,15 +57,18 @@ class JoinedWeight:
             return None
         return _with(self._product, bias, activation)
 
-    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-        """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
-        if self._product is not None:
+    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None, *, keeps_sums: bool = False) -> Tensor:
+        """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32.
+
+        With `keeps_sums`, the float32 sums are returned without rounding, from one call for each part.
+        """
+        if self._product is not None and not keeps_sums:
             if (last := self._last) is None or last[0] is not bias or last[1] != activation:
                 self._last = last = bias, activation, _with(self._product, bias, activation)
             return multiply_by(last[2], x)
         biases = [None] * len(self._parts) if bias is None else bias.split([part.n_out for part in self._parts])
         found = [
-            part.multiply(x, None if own is None else own.to(part.bias_dtype), activation)
+            part.multiply(x, None if own is None else own.to(part.bias_dtype), activation, keeps_sums=keeps_sums)
             for part, own in zip(self._parts, biases, strict=True)
         ]
         return torch.cat(found, 1)

@@ -65,10 +65,13 @@ class PackedWeight:
         """Return None, because oneDNN has no separate product for few rows."""
         return None
 
-    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None, *, keeps_sums: bool = False) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x.
 
         oneDNN ignores the stride of a bias, so the bias must be contiguous, and in `self.dtype`.
+
+        With `keeps_sums`, the result is float32: oneDNN's sums if weights are laid out as float32. If they are
+        bfloat16, torch's operator has rounded the sums to bfloat16.
         """
         own = x if x.dtype is self.dtype else x.to(self.dtype)
         n_rows = x.shape[0]
@@ -79,7 +82,7 @@ class PackedWeight:
             rows = torch.cat((own, own[:n_more])) if n_more else own
         fused = "none" if activation is None else self.FUSED[activation]
         y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, bias, fused, [], "")
-        return (y if rows is own else y[:n_rows]).to(x.dtype)
+        return (y if rows is own else y[:n_rows]).to(torch.float32 if keeps_sums else x.dtype)
 
 
 def _round_up(n_rows: int) -> int:

@@ -147,11 +147,16 @@ class QuantisedWeight:
         product = self.product(bias, activation)
         return product if product.reads is product.dtype else None
 
-    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-        """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
+    def multiply(
+        self, x: Tensor, bias: Tensor | None, activation: str | None = None, *, keeps_sums: bool = False
+    ) -> Tensor:
+        """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32.
+
+        With `keeps_sums`, the float32 sums are returned without rounding.
+        """
         if (last := self._last) is None or last[0] is not bias or last[1] != activation:
             self._last = last = bias, activation, self.product(bias, activation)
-        return multiply_by(last[2], x)
+        return multiply_by(last[2], x, keeps_sums=keeps_sums)
 
     def product(self, bias: Tensor | None = None, activation: str | None = None) -> CompiledProduct:
         """Return the product for any number of rows."""
@@ -162,13 +167,13 @@ class QuantisedWeight:
         )  # fmt: skip
 
 
-def multiply_by(by: CompiledProduct, x: Tensor) -> Tensor:
-    """Return the product of rows x (T, n_in), in their dtype, with weights in integers."""
-    kernel, n_rows = kernel_of(by.kind.kernel), x.shape[0]
-    y = torch.empty(n_rows, by.n_out, dtype=by.kind.rows)
+def multiply_by(by: CompiledProduct, x: Tensor, *, keeps_sums: bool = False) -> Tensor:
+    """Return the product of rows x (T, n_in), in their dtype or in float32, with weights in integers."""
+    kernel, n_rows, dtype = kernel_of(by.kind.kernel), x.shape[0], torch.float32 if keeps_sums else x.dtype
+    y = torch.empty(n_rows, by.n_out, dtype=torch.float32 if keeps_sums else by.kind.rows)
     options = by.bias, by.activation, use_threads(x.numel() * by.n_out // 16)
     if not n_rows:
-        return y.to(x.dtype)
+        return y.to(dtype)
     if by.kind.has_tiles:
         pairs = pairs_of(x, GROUP)
         kernel.product(
@@ -179,4 +184,4 @@ def multiply_by(by: CompiledProduct, x: Tensor) -> Tensor:
         rows = x.to(by.reads).contiguous()
         rows = F.pad(rows, (0, -by.n_in % GROUP)) if by.n_in % GROUP else rows
         kernel.product(*by.arrays(), as_array(rows), *options, as_array(y))
-    return y if x.dtype is y.dtype else y.to(x.dtype)
+    return y if y.dtype is dtype else y.to(dtype)

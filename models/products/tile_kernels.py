@@ -14,7 +14,7 @@ from numba import prange, types
 from hybridmem.memory.kernels.cpu.parts import array_at, compiled, element_at, subroutine, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
-from hybridmem.models.products.blocked_kernels import BLOCKS, SHORTS
+from hybridmem.models.products.blocked_kernels import BLOCKS
 from hybridmem.models.products.epilogue import Rows, block_epilogue, two_block_epilogue
 from hybridmem.models.weights.layouts import BLOCK, PAIRS
 
@@ -169,7 +169,7 @@ def add_while(
 
 
 @compiled(parallel=True)
-def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out):
+def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out, like):
     """Set out = activation(x W^T + bias), with weights in bfloat16.
 
     Args:
@@ -177,7 +177,7 @@ def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_
         others: as for `blocked_kernels.product`.
     """
     x, block_codes = array_at(x_at, n_rows * n_pairs, codes), n_pairs * BLOCK
-    out = array_at(out_at, n_rows * n_out, SHORTS)
+    out = array_at(out_at, n_rows * n_out, like)
     n_groups = len(codes) // (block_codes * BLOCKS)
     # There are so few outputs that rows are divided among threads.
     divides_rows = n_groups < 4 * n_parts and n_rows >= 2 * ROWS * n_parts

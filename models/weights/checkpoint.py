@@ -206,14 +206,20 @@ class Checkpoint:
         tensor = self.take_as_stored(name, *shape)
         if dtype is not None:
             tensor = as_floats(tensor)
-        if name in self._factors:
+        if name in self._factors and tensor.is_meta:
+            tensor = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
+        elif name in self._factors:
             factor = torch.as_tensor(self._factors[name], dtype=torch.float32)
             tensor = tensor.float() * factor.view(-1, *[1] * (tensor.dim() - 1))
         return tensor.to(self.device, dtype or self.dtype)
 
     def scale(self, name: str, factor: float | Tensor) -> None:
-        """Make `take` multiply the tensor `name` by one factor, or by one factor per row. The tensor need not exist."""
-        self._factors[name] = factor
+        """Make `take` multiply the tensor `name` by one factor, or by one factor per row. The tensor need not exist.
+
+        Factors of one change nothing, so that a tensor in few bits keeps them.
+        """
+        if not bool((torch.as_tensor(factor) == 1).all()):
+            self._factors[name] = factor
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
         """Return a tensor as `take` does, but mapped from the file, in the file's dtype, on the CPU.

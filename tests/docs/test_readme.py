@@ -14,6 +14,7 @@ from hybridmem.memory.capacity import plan_sequence
 from hybridmem.models import ARCHITECTURES, plan_memory
 from hybridmem.models.loading.architectures import REFUSED
 from hybridmem.models.loading.folders import read_config, unsupported
+from hybridmem.models.loading.gguf.configs import _ARCHITECTURES
 from tests.docs.pages import ROOT, read_blocks, read_prose
 from tests.extent import only_in_long
 
@@ -130,3 +131,15 @@ def _rows(measured: dict[str, dict[str, list[dict[str, object]]]], label: str) -
         ]
     n_sequences = int(re.findall(r"\d+", label)[0])
     return [r for r in measured["decode"]["decode, ms a step"] if r["sequences"] == n_sequences]
+
+
+def test_the_page_says_which_gguf_architectures_were_compared_with_llama_cpp() -> None:
+    """The rows of the results are compared; of the others, one has a published file that was."""
+    results = json.loads((ROOT / "benchmarks" / "results" / "gguf.json").read_text())["tables"]
+    (rows,) = results.values()
+    compared = {re.split(r",| of ", str(row["family"]))[0] for row in rows if row["same model"]}
+    page = (ROOT / "docs" / "how-to" / "cpu.md").read_text()
+    (said,) = re.findall(r"^- With llama\.cpp itself, (.*?)^- The tests read two", page, re.DOTALL | re.MULTILINE)
+    were, _, were_not = (re.sub(r"\(`.*?\)\)", "", part) for part in said.partition("Not yet compared"))
+    names = [set(re.findall(r"`([\w-]+)`", part)) for part in (were, were_not.partition(", and ")[0])]
+    assert names == [compared, _ARCHITECTURES.keys() - compared - {"gemma3"}]

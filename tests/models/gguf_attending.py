@@ -93,6 +93,11 @@ def _llama(config: dict[str, Any], tensors: Tensors) -> Written:
     return MODEL_ARCH.LLAMA, fields, found
 
 
+def _qwen2(config: dict[str, Any], tensors: Tensors) -> Written:
+    fields = attention_fields(config) | {"feed_forward_length": config["intermediate_size"]}
+    return MODEL_ARCH.QWEN2, fields, renamed(MODEL_ARCH.QWEN2, tensors)
+
+
 def _qwen3(config: dict[str, Any], tensors: Tensors) -> Written:
     fields = attention_fields(config) | {
         "feed_forward_length": config["intermediate_size"], "attention.key_length": config["head_dim"],
@@ -304,7 +309,7 @@ _RENAMED = (
 
 
 ATTENDING = {
-    "llama": _llama, "qwen3": _qwen3, "gemma2": _gemma, "gemma3_text": _gemma, "olmo3": _olmo3,
+    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "gemma2": _gemma, "gemma3_text": _gemma, "olmo3": _olmo3,
     "deepseek_v2": _deepseek, "deepseek_v3": _deepseek, "deepseek_v32": _indexed, "glm_moe_dsa": _indexed,
     "kimi_linear": _delta_attention, "bailing_hybrid": _delta_attention, "glm5_next": _glm5_next,
 }  # fmt: skip

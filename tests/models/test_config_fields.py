@@ -37,7 +37,7 @@ RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
     "KimiLinearConfig": "kimi-linear-two-of-eight-experts-in-groups", "Lfm3Config": "lfm3-biases-untied",
     "MiniMaxConfig": "minimax-two-of-four-experts", "MistralConfig": "mistral", "OlmoHybridConfig": "olmo-hybrid-rope",
     "Olmo3Config": "olmo3-biases-tied", "Qwen3_5TextConfig": "qwen3.5-biases",
-    "Qwen4ExpTextConfig": "qwen4-exp-two-of-four-experts",
+    "Qwen4ExpTextConfig": "qwen4-exp-two-of-four-experts", "Qwen2Config": "qwen2-windows-tied",
     "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart",
     "RwkvConfig": "rwkv", "xLSTMConfig": "xlstm-biases", "ZayaConfig": "zaya-biases-windows-untied",
     "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",

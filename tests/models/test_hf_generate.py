@@ -20,8 +20,8 @@ ONE_OF_EACH = (
     "bailing-hybrid", "bamba", "deepseek-v2", "deepseek-v3", "deepseek-v3.2", "falcon-h1", "falcon-mamba", "gemma2",
     "gemma3", "glm-moe-dsa", "glm5-next", "gpt-oss", "granite-moe-hybrid", "inkling-two-of-four-experts", "inkling2",
     "inkling2-loop", "jamba", "kimi-linear", "lara-mini", "lfm2", "lfm2-moe", "lfm3", "llama", "mamba2", "mamba",
-    "minimax", "mistral", "nemotron-h", "olmo-hybrid", "olmo3", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe",
-    "qwen4-exp", "recurrent-gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
+    "minimax", "mistral", "nemotron-h", "olmo-hybrid", "olmo3", "qwen2", "qwen3", "qwen3-next", "qwen3.5",
+    "qwen3.5-moe", "qwen4-exp", "recurrent-gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 IN_NEWER = () if IS_RENAMED else ("inkling2",)
 """Models that are attached with newer versions of transformers alone."""

@@ -1,4 +1,4 @@
-"""The first two notebooks run with a real model: the first as it is, the second without its own assertions."""
+"""Notebooks run with a real model: the first as it is, the second and third without their own assertions."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib
 import pytest
+import torch
 
 from tests.real.conftest import of_package
 from tests.real.download import SMOLLM_2
@@ -41,3 +42,26 @@ def test_the_second_notebook_runs_with_a_real_model(monkeypatch: pytest.MonkeyPa
     assert "Zoe" in names["answer"] and "Milo" not in names["answer"]
     assert names["say"](memory.open(), names["edited"]) == names["answer"]
     memory.check()
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Matplotlib draws torch's tensors.
+def test_the_third_notebook_runs_with_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its crowd and its live picture are left out: one takes minutes, and the other needs Jupyter.
+
+    Each user's answer is the one that the user gets alone, forks share what they have in common, and so do prompts.
+    """
+    left_out = "assert ", "simulate(", "timeline(", "watch("
+    names = run("3-many-users.ipynb", monkeypatch, lambda source: not any(word in source for word in left_out))
+    memory, model, chances = names["memory"], names["model"], names["chances"]
+    assert 0 < chances.min() and chances.max() < 1
+    alone = memory.open()
+    with memory.step({alone: names["prompts"]["Luna"]}) as step:
+        expected = model(step).log_softmax(-1)[0]
+    assert torch.allclose(names["asked"][names["names"].index("Luna")], expected, atol=1e-3)
+    assert set(names["before"]) == {0} and max(names["after"]) < min(names["copied"]) / 2
+    assert not names["turns"][0].n_reused and all(turn.n_computed < 40 for turn in names["turns"][1:])
+    names["engine"].prefixes.clear()
+    for sequence in (*names["forks"], alone):
+        memory.close(sequence)
+    memory.check()
+    assert memory.usage().used_bytes == 0, "nothing is left behind"

@@ -89,6 +89,11 @@ def _llama(file: GgufFile) -> Fields:
     }  # fmt: skip
 
 
+def _qwen2(file: GgufFile) -> Fields:
+    """Return the fields of Qwen2, which always has the same biases."""
+    return {name: value for name, value in _llama(file).items() if name not in ("mlp_bias", "attention_bias")}
+
+
 def _qwen3(file: GgufFile) -> Fields:
     return {name: value for name, value in _llama(file).items() if name != "mlp_bias"}
 
@@ -395,6 +400,7 @@ _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "nemotron_h": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     "nemotron_h_moe": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h_moe),
     "olmo2": ("Olmo3ForCausalLM", "olmo3", _olmo2),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2", _qwen2),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _qwen3),
     "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen35),
     "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen35_moe),

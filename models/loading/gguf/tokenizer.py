@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -78,17 +79,31 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
+_living: WeakValueDictionary[str, PreTrainedTokenizerBase] = WeakValueDictionary()
+"""Maps the digest of a header to the tokenizer that was made of it last, as long as somebody uses that."""
+
+
 def _load_fast(file: GgufFile, model: str) -> PreTrainedTokenizerBase:
+    """Make a tokenizer. Those of one header share their vocabulary and merges, which take most of the memory.
+
+    Nothing of transformers changes these. Everything else is each tokenizer's own: added tokens, templates, truncation,
+    and what is done to texts.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    backend = kept_tokenizer(file, partial(_build, file, model))
+    alike = _living.get(digest := file.header_digest())
+    if alike is not None:
+        backend = _build(file, model, alike.backend_tokenizer.model)
+    else:
+        backend = kept_tokenizer(file, partial(_build, file, model))
     roles = _roles(file, model, backend.get_vocab_size())
-    return PreTrainedTokenizerFast(
+    _living[digest] = tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=_Given(backend),
         chat_template=file.value("tokenizer.chat_template", is_needed=False),
         clean_up_tokenization_spaces=False,
         **{f"{role}_token": backend.id_to_token(i) for role, i in roles.items()},
     )
+    return tokenizer
 
 
 def _roles(file: GgufFile, model: str, n_tokens: int) -> dict[str, int]:
@@ -98,9 +113,14 @@ def _roles(file: GgufFile, model: str, n_tokens: int) -> dict[str, int]:
     return {role: i for role, i in ids.items() if i is not None}
 
 
-def _build(file: GgufFile, model: str) -> Tokenizer:
+def _build(file: GgufFile, model: str, shared: models.BPE | None = None) -> Tokenizer:
+    """Build a tokenizer, with a vocabulary and merges that were made before if there are any."""
     tokens = _tokens_of(file)
-    adds_bos, backend = _KINDS[model](file, tokens)
+
+    def make(make_anew: Callable[[], models.BPE]) -> Tokenizer:
+        return Tokenizer(make_anew() if shared is None else shared)
+
+    adds_bos, backend = _KINDS[model](file, tokens, make)
     added = _added_tokens(file, tokens)
     backend.add_special_tokens([token for token in added if token.special])
     backend.add_tokens([token for token in added if not token.special])
@@ -159,7 +179,11 @@ def _added_tokens(file: GgufFile, tokens: list[str]) -> list[AddedToken]:
     return found
 
 
-def _bytes_bpe(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
+_Make = Callable[[Callable[[], models.BPE]], Tokenizer]
+"""Makes a tokenizer, given a function that makes its vocabulary and merges if nobody has made them."""
+
+
+def _bytes_bpe(file: GgufFile, tokens: list[str], make: _Make) -> tuple[bool, Tokenizer]:
     """Build byte-level BPE, which GPT-2 and most other models use."""
     name = file.value("tokenizer.ggml.pre", is_needed=False)
     if name is not None and name not in PRE_TOKENIZERS:
@@ -168,7 +192,7 @@ def _bytes_bpe(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
             "folder and load the tokenizer from there"
         )
     own = DEFAULT if name is None else PRE_TOKENIZERS[name]
-    backend = Tokenizer(_bpe(file, tokens, ignore_merges=own.ignores_merges))
+    backend = make(partial(_bpe, file, tokens, ignore_merges=own.ignores_merges))
     cuts = [pre_tokenizers.Split(Regex(each), "isolated") for each in own.expressions]
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -177,9 +201,10 @@ def _bytes_bpe(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
     return own.adds_bos, backend
 
 
-def _characters_bpe(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
+def _characters_bpe(file: GgufFile, tokens: list[str], make: _Make) -> tuple[bool, Tokenizer]:
     """Build BPE over characters with a mark for spaces, which Gemma 4 uses. A text is cut only at line ends."""
-    backend = Tokenizer(_bpe(file, tokens, byte_fallback=True, unk_token=_unknown(file, tokens), ignore_merges=False))
+    unknown = _unknown(file, tokens)
+    backend = make(partial(_bpe, file, tokens, byte_fallback=True, unk_token=unknown, ignore_merges=False))
     backend.normalizer = normalizers.Replace(" ", _SPACE)
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[^\n]+|[\n]+"), "isolated")
     backend.decoder = _space_decoder(strips=False)
@@ -197,8 +222,17 @@ def _pair(merge: str) -> tuple[str, str]:
     return merge[:at], merge[at + 1 :]
 
 
-def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]:
-    """Build SentencePiece's BPE: of all neighbours that form a token, those with the best-scored token merge first."""
+def _sentence_piece(file: GgufFile, tokens: list[str], make: _Make) -> tuple[bool, Tokenizer]:
+    backend = make(partial(_bpe_by_scores, file, tokens))
+    adds_space = bool(file.value("tokenizer.ggml.add_space_prefix", True))
+    spaces = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if adds_space else spaces
+    backend.decoder = _space_decoder(strips=adds_space)
+    return True, backend
+
+
+def _bpe_by_scores(file: GgufFile, tokens: list[str]) -> models.BPE:
+    """Return SentencePiece's BPE: of all neighbours that form a token, those with the best-scored token merge first."""
     scores, ids = file.value("tokenizer.ggml.scores"), dict(zip(tokens, count(), strict=False))
     if len(scores) < len(tokens):
         raise FormatError(f"{file.path} has {len(scores):,} scores for {len(tokens):,} tokens; convert the model again")
@@ -209,12 +243,7 @@ def _sentence_piece(file: GgufFile, tokens: list[str]) -> tuple[bool, Tokenizer]
         for at in range(1, len(token))
         if token[:at] in ids and token[at:] in ids
     ]
-    backend = Tokenizer(models.BPE(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=_unknown(file, tokens)))
-    adds_space = bool(file.value("tokenizer.ggml.add_space_prefix", True))
-    spaces = normalizers.Replace(" ", _SPACE)
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if adds_space else spaces
-    backend.decoder = _space_decoder(strips=adds_space)
-    return True, backend
+    return models.BPE(ids, merges, byte_fallback=True, fuse_unk=True, unk_token=_unknown(file, tokens))
 
 
 def _unknown(file: GgufFile, tokens: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from hybridmem.chat.cli import app
 from hybridmem.chat.server import ServerOptions, bind
 from hybridmem.memory import SpecError
+from hybridmem.models import EMBEDDED
 
 
 def assert_one_line_error(arguments: list[str], *words: str, **environment: str) -> None:
@@ -105,6 +107,21 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 def test_options_that_cannot_work(name: str, value: object) -> None:
     with pytest.raises(SpecError, match="key" if name == "api_key" else name):
         ServerOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_chat_template_is_told_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that chats is not: its server says one line, where it listens."""
+    bare = tmp_path / "bare"
+    shutil.copytree(EMBEDDED, bare, ignore=shutil.ignore_patterns("chat_template.jinja", "draft_head"))
+    monkeypatch.setattr("hybridmem.chat.server.run", lambda app, listener, announce: announce("http://there"))
+    told = {}
+    for model in ("embedded", str(bare)):
+        result = CliRunner().invoke(app, ["serve", "--model", model, "--port", "0", "--budget", "8MiB"])
+        assert result.exit_code == 0, result.output
+        told[model] = result.stderr.splitlines()
+    first, last = told[str(bare)]
+    assert first.startswith("bare has no chat template, so it only continues texts: /v1/completions, ")
+    assert last.startswith("bare answers at ") and [line[:20] for line in told["embedded"]] == ["embedded answers at "]
 
 
 def test_from_start_to_signal(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
-"""Llama, Mistral, Qwen3 and Gemma 2 and 3: attention alone, over everything or a window."""
+"""Llama, Mistral, Qwen2 and 3, and Gemma 2 and 3: attention alone, over everything or a window."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import Gemma2Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from tests.models.families.vocabulary import HEADS, SIZES
 
@@ -17,6 +17,10 @@ def llama_config(**options: Any) -> LlamaConfig:
 
 def mistral_config(**options: Any) -> MistralConfig:
     return MistralConfig(**(_SIZES | {"sliding_window": 7, "head_dim": 4} | options))
+
+
+def qwen2_config(**options: Any) -> Qwen2Config:
+    return Qwen2Config(**(_SIZES | options))
 
 
 def qwen3_config(**options: Any) -> Qwen3Config:
@@ -58,6 +62,10 @@ CONFIGS = {
     ),
     "mistral": mistral_config,
     "mistral-without-window": lambda: mistral_config(sliding_window=None, num_key_value_heads=1),
+    "qwen2": qwen2_config,
+    "qwen2-windows-tied": lambda: qwen2_config(
+        use_sliding_window=True, sliding_window=4, max_window_layers=1, tie_word_embeddings=True
+    ),
     "qwen3": qwen3_config,
     "qwen3-windows": lambda: qwen3_config(
         use_sliding_window=True, sliding_window=4, max_window_layers=1, attention_bias=True

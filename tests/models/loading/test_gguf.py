@@ -5,6 +5,7 @@ Bad files are refused.
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 from hybridmem.chat.cli import app
 from hybridmem.chat.commands.inspection import inspect_path
+from hybridmem.chat.commands.plan import read_model as read_planned
 from hybridmem.chat.prompts import find_stop_ids, load_tokenizer
 from hybridmem.memory import FormatError, HybridMemory
 from hybridmem.models import EMBEDDED, UnsupportedModelError, load_model
@@ -45,15 +47,14 @@ FAMILIES = (
     "granite-moe-hybrid-no-experts", "jamba", "jamba-two-of-four-experts", "jamba-no-attention", "lfm2",
     "lfm2-biases-untied", "lfm2-moe-three-of-four-experts", "llama", "llama-biases-tied", "llama-3-rope", "mamba",
     "mamba-bias-untied", "mamba2", "mamba2-tied", "nemotron-h-two-of-eight-experts", "olmo3", "olmo3-biases-tied",
-    "qwen3", "qwen3.5", "qwen3.5-moe", "qwen3.5-moe-two-of-three-experts", "qwen3-next", "rwkv7",
+    "qwen2", "qwen3", "qwen3.5", "qwen3.5-moe", "qwen3.5-moe-two-of-three-experts", "qwen3-next", "rwkv7",
 )  # fmt: skip
 
 
 def test_each_class_that_files_hold_is_loaded_from_one() -> None:
     """The column GGUF of docs/results/architectures.md names these classes."""
     known = {kind for _, kind, _ in (*configs._ARCHITECTURES.values(), *configs._VARIANTS)}
-    names = [name.removesuffix("-tied") if "gemma" in name else name for name in (*FAMILIES, "falcon-h1")]
-    assert {CONFIGS[name]().model_type for name in names} == known
+    assert ONE_OF_EACH.keys() == known
 
 
 def test_whether_a_field_is_there_is_known_without_reading_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -71,9 +72,17 @@ def logits(model: Any) -> torch.Tensor:
     return found
 
 
+def config_of(name: str) -> PreTrainedConfig:
+    return CONFIGS[name.removesuffix("-tied") if "gemma" in name else name]()
+
+
+ONE_OF_EACH = {config_of(name).model_type: name for name in reversed((*FAMILIES, "falcon-h1"))}
+"""Type of a model that files hold -> the first of its families above."""
+
+
 def config_in_a_file(name: str) -> PreTrainedConfig:
     """Return the config of a family, as far as a GGUF file can say it."""
-    config = CONFIGS[name.removesuffix("-tied") if "gemma" in name else name]()
+    config = config_of(name)
     if "gemma" in name:  # Files do not say how scores are scaled.
         config.query_pre_attn_scalar, config.tie_word_embeddings = config.head_dim, True
     if "mscale" in (rope := getattr(config, "rope_parameters", None) or {}):
@@ -358,6 +367,36 @@ def test_a_folder_with_a_file_is_inspected_as_it_is_loaded(tmp_path: Path) -> No
     for read in (inspect_path, load_model):
         with pytest.raises(FormatError, match=r"several models, one\.gguf, two\.gguf; give the path of one of them"):
             read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH.values())
+def test_what_loads_is_inspected_and_planned(name: str, tmp_path: Path) -> None:
+    """This is true of every architecture that is read from files."""
+    path = write_gguf(write_checkpoint(tmp_path, config_in_a_file(name)), tmp_path / "model.gguf")
+    model, facts = load_model(path), inspect_path(path).facts
+    assert (facts["loads"], facts["layers"]) == ("yes", len(model.memory_spec.layers))
+    planned, architecture = read_planned(str(path), "auto", "auto")
+    specs = planned.memory_spec, model.memory_spec
+    assert len({(spec.layers, spec.vocab_size, spec.dtype) for spec in specs}) == 1
+    assert weight_bytes(planned) == facts["bytes of weights when loaded"]["auto"]
+    assert read_gguf_config(GgufFile(path)).architectures == [architecture]
+
+
+def test_a_file_of_qwen2_is_planned_by_the_command(tmp_path: Path) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["qwen2"]()), tmp_path / "model.gguf")
+    result = CliRunner().invoke(app, ["plan", "--model", str(path), "--device", "cpu", "--json"])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["weight_bytes"] == inspect_path(path).facts["bytes of weights when loaded"]["auto"]
+
+
+def test_what_does_not_load_is_neither_inspected_as_if_it_did_nor_planned(tmp_path: Path) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes().replace(b"mamba", b"gptxj", 1))
+    with pytest.raises(UnsupportedModelError) as error:
+        load_model(path)
+    assert inspect_path(path).facts["loads"] == f"no: {error.value}"
+    result = CliRunner().invoke(app, ["plan", "--model", str(path)])
+    assert result.exit_code == 1 and str(error.value) in result.stderr
 
 
 def test_a_file_without_a_tensor_that_the_model_needs_does_not_load_and_inspect_names_it(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from hybridmem.models.loading.folders import read_config
 from hybridmem.models.loading.gguf import GgufFile
 from hybridmem.models.loading.load import dry_model
 from hybridmem.models.products import kernels
-from hybridmem.models.products.choice import Kind, noting_kinds
+from hybridmem.models.products.choice import Kind, noting_kinds, numbers_by_name
 from hybridmem.models.products.kernels import KERNELS, choose
 from hybridmem.models.products.quantised import QuantisedWeight
 from hybridmem.models.weights.checkpoint import Checkpoint
@@ -40,6 +40,7 @@ from hybridmem.models.weights.gguf_forms import FORMS
 from hybridmem.models.weights.layouts import Layout
 from tests.extent import IS_LONG, one_in, only_in_long
 from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.models.families.falcon_h1 import falcon_h1_config
 from tests.models.families.granite_moe_hybrid import granite_config
 from tests.models.families.jamba import jamba_config
 from tests.models.families.lfm2 import lfm2_moe_config
@@ -276,6 +277,10 @@ def test_weights_of_several_forms_on_processors_without_avx512(tmp_path: Path) -
 
 WIDE: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: llama_config(hidden_size=96, tie_word_embeddings=True),
+    # The converter multiplies Falcon-H1's weights by all of its factors.
+    "falcon-h1": lambda: falcon_h1_config(
+        hidden_size=64, mamba_d_ssm=64, mamba_n_heads=8, mamba_norm_before_gate=False
+    ),
     "granite": lambda: granite_config(
         hidden_size=64, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, mamba_n_heads=8
     ),
@@ -386,7 +391,7 @@ def test_plans_know_the_bytes_of_the_files_bits(tmp_path: Path) -> None:
             with noting_kinds(kinds := Counter[Kind]()):
                 dry = dry_model(read, read.architectures[0], weights=format, files=find_files(path, read))  # type: ignore[arg-type]
             assert weight_bytes(dry) == weight_bytes(load_model(path, weights=format))  # type: ignore[arg-type]
-            told = {str(kind): n for kind, n in kinds.items()}
+            told = numbers_by_name(kinds)
             if format == "auto" or kind == "Q4_1":
                 assert list(told) == [f"{kind}, as stored"]
                 assert sum(told.values()) * bits / 8 < weight_bytes(dry) < sum(told.values()) * bits / 8 + 20000

@@ -36,8 +36,8 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CAN_TIE = (
     "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "falcon-mamba", "gemma2", "gemma3", "gpt-oss",
     "granite-moe-hybrid", "jamba", "lfm2", "lara-mini", "lfm2-moe", "lfm3", "minimax", "olmo-hybrid", "olmo3", "llama",
-    "mamba", "mamba2", "mistral", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen4-exp", "recurrent-gemma",
-    "rwkv", "rwkv7", "zamba", "zamba2", "zaya",
+    "mamba", "mamba2", "mistral", "qwen2", "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe", "qwen4-exp",
+    "recurrent-gemma", "rwkv", "rwkv7", "zamba", "zamba2", "zaya",
 )  # fmt: skip
 BART = {
     "vocab_size": 53, "d_model": 24, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4,
