@@ -28,6 +28,8 @@ TRIED_SHARE, LOST_SHARE = 0.01, 0.02
 """A drafter is tried again while it has lost at most the first share of the time. It is used at all while it has lost
 at most the second, whatever it promises.
 """
+_REACH = 2
+"""A line through measurements says what steps take of at most so many times the tokens of the largest measured one."""
 _OF_TREES = 1.5
 """Before steps with trees were measured, they are expected to cost this many times as much as those with chains."""
 MARGIN = 1.05
@@ -40,7 +42,8 @@ class Cost:
 
     Where steps with exactly so many tokens were measured, the lower quartile of their seconds counts, because a machine
     that does something else as well makes steps slower, and never faster. Elsewhere a line through the quartiles is
-    fitted. So slow steps, such as those that compile a kernel, do not change what is expected.
+    fitted. So slow steps, such as those that compile a kernel, do not change what is expected. Steps that are far
+    larger than all measured ones may use other kernels, so each further token is expected to take its whole share.
     """
 
     weight: float = 0.0
@@ -82,8 +85,9 @@ class Cost:
         recent = self.recent.get(n_tokens)
         if recent is not None and len(recent) >= _LEAST_RECENT:
             return self.quartiles[n_tokens]
-        line = self._fitted()
-        return max(line.mean_seconds + line.slope * (n_tokens - line.mean_n), line.mean_seconds / 4)
+        line, n_reached = self._fitted(), _REACH * max(self.recent)
+        seconds = line.mean_seconds + line.slope * (min(n_tokens, n_reached) - line.mean_n)
+        return max(seconds, line.mean_seconds / 4) * max(1.0, n_tokens / n_reached)
 
     @property
     def slope(self) -> float:

@@ -243,6 +243,16 @@ def test_one_slow_step_does_not_change_a_cost_much() -> None:
     assert cost.of(4) < 0.013
 
 
+def test_steps_far_larger_than_measured_ones_promise_nothing() -> None:
+    """A line says little of them: their products may be bound by computing, and those of small steps by memory."""
+    cost = Cost()
+    for _ in range(5):
+        cost.note(38, 0.020)
+        cost.note(44, 0.021)
+    assert cost.of(88) < 0.030
+    assert cost.of(176) == pytest.approx(2 * cost.of(88)) and cost.of(152) > 0.045
+
+
 def test_a_slow_step_at_the_beginning_is_soon_forgotten() -> None:
     """Such a step compiles a kernel, for example.
 
