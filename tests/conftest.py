@@ -59,7 +59,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what another run tries, and let the longest tests begin first, so that in the end no worker waits long.
+    """Leave out what another run tries, and let the longest test begin first, so that in the end no worker waits long.
 
     With a cold cache, one worker compiles numba's kernels while another runs Triton's interpreter, which needs none of
     them.
@@ -68,8 +68,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = left_out(items)
         config.hook.pytest_deselected(items=list(others))
         items[:] = [item for item in items if item not in others]
-    first = ["test_interpreted.py", "test_notebooks.py"]
-    items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
+    items.sort(key=lambda item: item.path.name != "test_interpreted.py")
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 from jupyter_client import KernelManager
 from nbclient import NotebookClient
 
-from tests.extent import IS_LONG
+from tests.extent import only_in_long
 
 ROOT = Path(__file__).parent.parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -53,7 +53,8 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
     manager.shutdown_kernel(now=True)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS if IS_LONG else NOTEBOOKS[:1], ids=lambda path: path.stem)
+@only_in_long
+@every_notebook
 def test_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
     """A notebook runs in an empty folder, and as if it were the kernel's first."""
     notebook = nbformat.read(path, as_version=4)

@@ -30,7 +30,7 @@ from hybridmem.models.draft_heads import DraftHead, HiddenRows
 from tests.chat.engine.test_drafting import Repeating
 from tests.chat.engine.test_remembered_texts import whole_text
 from tests.chat.engines import draw_prompt, draw_sampling, make_memory, private_bytes, scheduler_of
-from tests.extent import pick
+from tests.extent import IS_LONG, pick
 from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint
 from tests.models.families.qwen3_5 import qwen3_5_config
 from tests.subjects import IS_FULL
@@ -237,7 +237,7 @@ def with_a_head(folder: Path) -> tuple[Any, DraftHead]:
     return model, model.draft_head
 
 
-@pytest.mark.parametrize("drafts", ["chains", "trees", "head"])
+@pytest.mark.parametrize("drafts", ["head", *(["chains", "trees"] if IS_LONG else [])])
 def test_replies_are_those_of_texts_computed_anew(drafts: str, tmp_path: Path) -> None:
     if drafts == "head":
         model, head = with_a_head(tmp_path / "model")
