@@ -190,11 +190,11 @@ def restart(commands: tuple[list[str], list[str]], folder: Path, env: dict[str, 
     Args:
         commands: the agent that is to reply "One.", and the same session that is to reply "Two.".
     """
-    assert run(commands[0], folder, env).strip() == "One."
+    assert run(commands[0], folder, env).strip().endswith("One.")
     server.stop()
     server.start()
-    assert run(commands[1], folder, env).strip() == "Two."
-    (again, *_) = server.requests()
+    assert run(commands[1], folder, env).strip().endswith("Two.")
+    again = max(server.requests(), key=lambda each: each["prompt_tokens"])
     assert again["cached_tokens"] > 0.98 * again["prompt_tokens"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from programs import QWEN_CODE  # type: ignore[import-not-found]
-from scripts import OTHER_WORDS, ScriptedServer, run, steps  # type: ignore[import-not-found]
+from scripts import OTHER_WORDS, ScriptedServer, cancel, restart, run, steps  # type: ignore[import-not-found]
 
 PACKAGE, VERSION = QWEN_CODE.name, QWEN_CODE.version
 
@@ -23,3 +23,15 @@ def test_a_loop(scripted: ScriptedServer, tmp_path: Path) -> None:
     run(QWEN_CODE.command(OTHER_WORDS), tmp_path, env)
     main = max(scripted.requests()[n_before:], key=lambda each: each["prompt_tokens"])
     assert main["prompt_tokens"] - main["cached_tokens"] <= 0.02 * main["prompt_tokens"]
+
+
+def test_cancel(scripted: ScriptedServer, tmp_path: Path) -> None:
+    """a reply that is cancelled."""
+    cancel(QWEN_CODE.command("[[ON one and two and ]]"), tmp_path, QWEN_CODE.configure(scripted, tmp_path), scripted)
+
+
+def test_restart(scripted: ScriptedServer, tmp_path: Path) -> None:
+    """a restart of the server in the middle of a session."""
+    more = QWEN_CODE.command("And now? [[SAY Two.]]", "--continue")
+    env = QWEN_CODE.configure(scripted, tmp_path)
+    restart((QWEN_CODE.command("Hello. [[SAY One.]]"), more), tmp_path, env, scripted)
