@@ -7,11 +7,13 @@ import asyncio
 import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
+from scripts import LOOKS, ScriptedServer  # type: ignore[import-not-found]
 
 PACKAGE = "anthropic"
 MODEL = "embedded"
 CAT = [{"role": "user", "content": "My cat is called Zoe."}]
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+WHERE = {"type": "object", "properties": {"where": {"type": "string"}}, "required": ["where"]}
 TOOLS = [{"name": name, "description": "d", "input_schema": PARAMETERS} for name in ("first", "second")]
 
 
@@ -78,3 +80,29 @@ def test_models(client: Anthropic) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(model="another", max_tokens=1, messages=CAT)
+
+
+def test_loop_and_restart(scripted: ScriptedServer) -> None:
+    """a restart of the server in the middle of a loop."""
+    client = Anthropic(base_url=scripted.url, api_key="none is needed", max_retries=0)
+    messages, places = [{"role": "user", "content": LOOKS}], []
+    asked = {"model": MODEL, "max_tokens": 200, "tools": [{"name": "look", "input_schema": WHERE}]}
+    while (reply := client.messages.create(messages=messages, **asked)).stop_reason == "tool_use":
+        calls = [block for block in reply.content if block.type == "tool_use"]
+        places += [call.input["where"] for call in calls]
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "a dog"} for call in calls]
+        content = [block.model_dump(exclude_none=True) for block in reply.content]
+        messages += [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
+        if len(places) == 1:
+            scripted.stop()
+            scripted.start()
+    assert (places, reply.content[-1].text) == (["here", "there"], "All is done.")
+
+
+def test_cancel(scripted: ScriptedServer) -> None:
+    """a cancelled stream."""
+    client = Anthropic(base_url=scripted.url, api_key="none is needed", max_retries=0)
+    messages = [{"role": "user", "content": "Go on. [[ON one and two and ]]"}]
+    with client.messages.stream(model=MODEL, max_tokens=4000, messages=messages) as stream:
+        next(iter(stream.text_stream))
+    scripted.wait_until_idle()
