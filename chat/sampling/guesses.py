@@ -51,8 +51,9 @@ class NGrams:
 
     def __init__(self, text: Sequence[int]) -> None:
         self.text = text
-        self._latest = dict[tuple[int, ...], int]()  # n-gram -> the position after its latest occurrence
-        self._earlier = list[int]()  # for each n-gram of the text, the position after its occurrence before, or -1
+        self._latest = dict[tuple[int, ...], int]()  # This maps an n-gram to the position after its latest occurrence.
+        # For each n-gram of the text, this is the position after its previous occurrence, or -1 if it is the first.
+        self._earlier = list[int]()
 
     def grow(self) -> bool:
         """Index the newest tokens. Return whether the n-gram at the text's end occurred before.

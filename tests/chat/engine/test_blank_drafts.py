@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from hybridmem.chat.engine.blank_drafts import BlankDrafter
 from hybridmem.chat.engine.draft_models import Guess
 from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.memory.prefix import PrefixCache
-from hybridmem.models import load_model
 from hybridmem.models.draft_heads import HiddenRows
-from hybridmem.models.loading.draft_heads import load_draft_head
 from tests.chat.engine.test_head_drafts import follow, noted, replies
 from tests.chat.engines import make_memory, run_checked
 from tests.extent import only_in_long, pick
-from tests.models.checkpoints import randomise_
-from tests.models.draft_heads.dflash_checkpoints import BLOCK, write_head
-from tests.models.families.qwen3_5 import qwen3_5_config
+from tests.models.draft_heads.dflash_checkpoints import BLOCK, load_pair
 
 
 class Pair(NamedTuple):
@@ -32,15 +26,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Load a random model with recurrent layers, and a random head for it."""
-    folder: Path = tmp_path_factory.mktemp("with-blanks")
-    torch.manual_seed(3)
-    target = AutoModelForCausalLM.from_config(qwen3_5_config()).eval()
-    randomise_(target)
-    target.save_pretrained(folder / "target")
-    write_head(folder / "head", target, target_layer_ids=[0, 2])
-    model = load_model(folder / "target")
-    return Pair(model, load_draft_head(folder / "head", model))
+    return Pair(*load_pair(tmp_path_factory.mktemp("with-blanks")))
 
 
 def make_drafter(pair: Pair, budget: str = "4MiB", *, caches: bool = False, **options: Any) -> BlankDrafter:

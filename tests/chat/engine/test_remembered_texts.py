@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from hybridmem.chat.engine.blank_drafts import BlankDrafter
 from hybridmem.chat.engine.drafting import Speculation
@@ -25,14 +23,11 @@ from hybridmem.memory import HybridMemory
 from hybridmem.memory.prefix import PrefixCache
 from hybridmem.models import load_model
 from hybridmem.models.draft_heads import BlankHead, HiddenRows
-from hybridmem.models.loading.draft_heads import load_draft_head
 from tests.chat.engines import draw_prompt, run_checked, scheduler_of
 from tests.extent import few_cases
-from tests.models.checkpoints import randomise_
-from tests.models.draft_heads.dflash_checkpoints import write_head
+from tests.models.draft_heads.dflash_checkpoints import load_pair
 from tests.models.draft_heads.mtp_checkpoints import write_mtp_checkpoint
 from tests.models.families.deepseek import CONFIGS as DEEPSEEK
-from tests.models.families.qwen3_5 import qwen3_5_config
 from tests.models.families.qwen3_next import qwen3_next_config
 
 
@@ -210,21 +205,11 @@ def mtp(config: Callable[[], Any], *, nextn: bool = False) -> Callable[[Path], t
     return make
 
 
-def blanks(folder: Path) -> tuple[Any, Any]:
-    torch.manual_seed(3)
-    target = AutoModelForCausalLM.from_config(qwen3_5_config()).eval()
-    randomise_(target)
-    target.save_pretrained(folder / "target")
-    write_head(folder / "head", target, target_layer_ids=[0, 2])
-    model = load_model(folder / "target")
-    return model, load_draft_head(folder / "head", model)
-
-
 HEADS: dict[str, Callable[[Path], tuple[Any, Any]]] = {
     "embedded": trained,
     "qwen3-next": mtp(qwen3_next_config),
     "deepseek-v3": mtp(DEEPSEEK["deepseek-v3"], nextn=True),
-    "dflash": blanks,
+    "dflash": load_pair,
 }
 
 

@@ -11,10 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from hybridmem.models import LanguageModel, load_model
+from hybridmem.models.loading.draft_heads import load_draft_head
 from tests.models.checkpoints import randomise_
 from tests.models.families.llama import CONFIGS
+from tests.models.families.qwen3_5 import qwen3_5_config
 
 try:
     from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
@@ -96,3 +99,14 @@ def drafted_by_transformers(
         found.append(target.lm_head(states_BNM[0, 1:]))
         first = last
     return found
+
+
+def load_pair(folder: Path) -> tuple[LanguageModel, Any]:
+    """Load a random model with recurrent layers, and a random head for it."""
+    torch.manual_seed(3)
+    target = AutoModelForCausalLM.from_config(qwen3_5_config()).eval()
+    randomise_(target)
+    target.save_pretrained(folder / "target")
+    write_head(folder / "head", target, target_layer_ids=[0, 2])
+    model = load_model(folder / "target")
+    return model, load_draft_head(folder / "head", model)
