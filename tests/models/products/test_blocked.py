@@ -46,9 +46,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[blocked.BlockedWeight]:
     """Return the weights of all products that the compiled kernels compute."""
     multiply, found = blocked.BlockedWeight.multiply, list[blocked.BlockedWeight]()
 
-    def noted(weight: blocked.BlockedWeight, *arguments: Any) -> torch.Tensor:
+    def noted(weight: blocked.BlockedWeight, *arguments: Any, **options: Any) -> torch.Tensor:
         found.append(weight)
-        return multiply(weight, *arguments)
+        return multiply(weight, *arguments, **options)
 
     monkeypatch.setattr(blocked.BlockedWeight, "multiply", noted)
     return found
