@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.server.checked import Checked, read_request
-from hybridmem.chat.server.errors import ApiError, stopping
+from hybridmem.chat.server.errors import ApiError, ContextError, stopping
 from hybridmem.chat.server.guard import exchange_of
 from hybridmem.chat.server.lengths import check_lists
 from hybridmem.chat.server.schema import Prompt, read_prompts
@@ -109,8 +109,7 @@ class Embedding:
         inputs = [self._service.encode(texts.for_another_prompt(), prompt, "input") for prompt in asked.input]
         most = self._service.context_tokens
         if too_long := [len(ids) for ids in inputs if len(ids) > most]:
-            message = f"This server takes {most:,} tokens at most; an input has {too_long[0]:,}. Shorten it."
-            raise ApiError(400, message, param="input", code="context_length_exceeded")
+            raise ContextError(too_long[0], most, param="input")
         return asked, inputs
 
     def _check(self, asked: EmbeddingsRequest) -> Pooling:

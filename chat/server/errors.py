@@ -100,8 +100,10 @@ class ContextError(ApiError):
                 f"you requested {n_prompt + wanted} tokens ({n_prompt} in the {what}, {wanted} in the completion). "
                 f"Please reduce the length of the {what} or completion."
             )
-        message = f"This model's maximum context length is {limit} tokens. However, {asked}"
-        super().__init__(400, message, param=param, code="context_length_exceeded")
+        code = "context_length_exceeded"
+        # LangChain looks for the code in the text of the error, where openai's newest clients write the message alone.
+        message = f"This model's maximum context length is {limit} tokens. However, {asked} ({code})"
+        super().__init__(400, message, param=param, code=code)
         self.n_prompt, self.limit = n_prompt, limit
 
 

@@ -15,7 +15,7 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -76,6 +76,30 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[scripts.Scrip
     server.start()
     yield server
     server.stop()
+
+
+@pytest.fixture
+def looked() -> list[str]:
+    """Return the places where the tool `look` has looked."""
+    return []
+
+
+@pytest.fixture
+def look(scripted: scripts.ScriptedServer, looked: list[str]) -> Callable[[str], str]:
+    """Return a tool for the messages `LOOKS`. When it is called for the first time, it restarts the server."""
+
+    def look(where: str) -> str:
+        """Look somewhere.
+
+        Args:
+            where: a place.
+        """
+        looked.append(where)
+        if len(looked) == 1:
+            scripted.restart()
+        return "a dog"
+
+    return look
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,5 @@
-// A loop with two tools over chats and over responses, a stream, and errors, with OpenAI's client for Node.
+// Runs loops with two tools over chats and over responses, each with a restart of the server in the middle, a prompt
+// that is too long, and a stream that is cancelled, with OpenAI's client for Node.
 import OpenAI from "openai";
 
 const client = new OpenAI({ baseURL: process.env.URL, apiKey: "none is needed", maxRetries: 0 });
@@ -17,6 +18,7 @@ for (let i = 0; i < 5; i++) {
     told.looked.push(JSON.parse(call.function.arguments).where);
     messages.push({ role: "tool", tool_call_id: call.id, content: "a dog" });
   }
+  if (told.looked.length === 1) await fetch(`${process.env.CONTROL}/restart`);
 }
 told.chat = messages.at(-1).content;
 
@@ -35,6 +37,7 @@ for (let i = 0; i < 5; i++) {
     input.push({ type: "function_call_output", call_id: call.call_id, output: "a dog" });
   }
   if (!calls.length) break;
+  if (told.responses.length === 1) await fetch(`${process.env.CONTROL}/restart`);
 }
 
 try {
@@ -50,4 +53,5 @@ const stream = await client.chat.completions.create({
 for await (const chunk of stream) {
   if (chunk.choices[0]?.delta?.content) break; // This cancels the request.
 }
+told.isIdle = (await fetch(`${process.env.CONTROL}/idle`)).ok; // This process still has its connections.
 console.log(JSON.stringify(told));

@@ -7,11 +7,13 @@ agents with settings by which they do so late or briefly, so that sessions in di
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from scripts import ScriptedServer, program, version_of  # type: ignore[import-not-found]
+import pytest
+from scripts import ScriptedServer, program, run, serving, version_of  # type: ignore[import-not-found]
 
 Configure = Callable[[ScriptedServer, Path], dict[str, str]]
 """Writes the settings of an agent for a server into a home folder, and returns the agent's environment."""
@@ -125,3 +127,29 @@ SHARING = (
     replace(OPENCODE, name="opencode, set to share", configure=_opencode_without_skills),
     replace(QWEN_CODE, name="Qwen Code, set to share", configure=_qwen_code_without_memory),
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tight:
+    """Asks an agent in a home folder of its own, whose server has hardly more context than the agent's first prompt."""
+
+    agent: Agent
+    home: Path
+    env: dict[str, str]
+    server: ScriptedServer
+
+    def ask(self, *words: str) -> str:
+        """Return what the agent prints. It must not fail."""
+        return str(run(self.agent.command(*words), self.home, self.env)).strip()
+
+
+@contextmanager
+def tight(agent: Agent, n_more: int, folders: pytest.TempPathFactory) -> Iterator[Tight]:
+    """Serve a context of as many tokens as an agent's first prompt has, and `n_more`."""
+    with serving(folders.mktemp("wide")) as server:
+        home = folders.mktemp("home")
+        run(agent.command("Hello."), home, agent.configure(server, home))
+        n_first = max(request["prompt_tokens"] for request in server.requests())
+    with serving(folders.mktemp("tight"), "--max-tokens", str(n_first + n_more)) as server:
+        home = folders.mktemp("home")
+        yield Tight(agent, home, agent.configure(server, home), server)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -15,18 +16,22 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 NODE = Path(os.environ.get("NODE_CLIENTS", ROOT / ".node-clients"))
 _SECONDS = 300
+_SECONDS_TO_CANCEL = 60
 OTHER_WORDS = "My dog is called Rex, and I have a horse as well."
 """A session that asks for nothing, and whose prompt begins like every other one."""
 
@@ -55,6 +60,12 @@ LOOKS = (
     + " [[SAY All is done.]]"
 )
 """A user's message after which the tool "look" is called twice, and then something is said."""
+GO_ON = "Go on. [[ON one and two and ]]"
+"""A user's message after which something is said without an end."""
+TOO_LONG = "cat " * 200_000
+"""A user's message that is longer than any context."""
+LONG = "a cat and a dog " * 500
+"""A user's message of some 2,500 tokens."""
 
 
 def steps(tool: str, argument: str, **more: object) -> str:
@@ -98,6 +109,10 @@ class ScriptedServer:
         self.process.terminate()
         self.process.wait(_SECONDS)
 
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
@@ -108,14 +123,18 @@ class ScriptedServer:
         found = [json.loads(line) for line in lines if line.startswith("{") and "prompt_tokens" in line]
         return [{name: each[name] for name in ("status", "prompt_tokens", "cached_tokens")} for each in found]
 
+    def n_refused(self) -> int:
+        """Return the number of requests so far that were errors of the client."""
+        return (self.folder / "log.txt").read_text().count('"status":400')
+
     def prompts(self) -> list[list[int]]:
         """Return the tokens of all prompts so far whose replies have begun."""
         written = self.folder / "model" / "prompts.jsonl"
         return [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
 
     def wait_until_idle(self) -> None:
-        """Wait until no generation is in progress."""
-        end = time.monotonic() + _SECONDS
+        """Wait until no generation is in progress. A reply to `GO_ON` goes on for longer than this waits."""
+        end = time.monotonic() + _SECONDS_TO_CANCEL
         while self._n_generations():
             assert time.monotonic() < end, "a generation goes on"
             time.sleep(0.1)
@@ -146,14 +165,42 @@ def run(command: list[str], folder: Path, env: dict[str, str]) -> str:
 def run_script(name: str, package: str, server: ScriptedServer) -> str:
     """Return what a script for Node prints, which imports packages of `NODE`.
 
-    The script gets the server's URL, and `LOOKS`.
+    The script gets the server's URL, `LOOKS` as `TEXT`, and `CONTROL`, an URL at which /restart restarts the server and
+    /idle waits until no generation is in progress.
     """
     node = shutil.which("node")
     if node is None or not version_of(package):
         pytest.skip(f"node or {package} is not there: see tests/clients/scripts.py")
     source = (Path(__file__).parent / name).read_text()
-    env = {"URL": f"{server.url}/v1", "TEXT": LOOKS}
-    return run([node, "--input-type=module", "-e", source], NODE, env)
+
+    class Control(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            {"/restart": server.restart, "/idle": server.wait_until_idle}[self.path]()
+            self.send_response(204)
+            self.end_headers()
+
+    with HTTPServer(("127.0.0.1", 0), Control) as control:
+        threading.Thread(target=control.serve_forever).start()
+        env = {"URL": f"{server.url}/v1", "TEXT": LOOKS, "CONTROL": f"http://127.0.0.1:{control.server_port}"}
+        try:
+            return run([node, "--input-type=module", "-e", source], NODE, env)
+        finally:
+            control.shutdown()
+
+
+def cancel_task(asking: Coroutine[Any, Any, object], server: ScriptedServer) -> None:
+    """Cancel a task of asyncio while the server writes the reply that it waits for. Then no generation is left."""
+
+    async def run_and_cancel() -> None:
+        task = asyncio.create_task(asking)
+        await asyncio.to_thread(server.wait_until_busy)
+        assert task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    server.wait_until_idle()
+    asyncio.run(run_and_cancel())
+    server.wait_until_idle()
 
 
 def cancel(command: list[str], folder: Path, env: dict[str, str], server: ScriptedServer) -> None:
@@ -191,8 +238,7 @@ def restart(commands: tuple[list[str], list[str]], folder: Path, env: dict[str, 
         commands: the agent that is to reply "One.", and the same session that is to reply "Two.".
     """
     assert run(commands[0], folder, env).strip().endswith("One.")
-    server.stop()
-    server.start()
+    server.restart()
     assert run(commands[1], folder, env).strip().endswith("Two.")
     again = max(server.requests(), key=lambda each: each["prompt_tokens"])
     assert again["cached_tokens"] > 0.98 * again["prompt_tokens"]

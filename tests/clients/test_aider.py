@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from scripts import ScriptedServer, run  # type: ignore[import-not-found]
+from scripts import GO_ON, LONG, ScriptedServer, cancel, run, small_server  # type: ignore[import-not-found]
 
 AIDER = os.environ.get("AIDER", "")
 
@@ -22,6 +22,7 @@ def _version() -> str:
 
 
 PACKAGE, VERSION = "aider", _version()
+pytestmark = pytest.mark.skipif(not AIDER, reason="AIDER names no program")
 _EDIT = "hello.txt\n```\n<<<<<<< SEARCH\na cat\n=======\na dog\n>>>>>>> REPLACE\n```\n"
 _QUIET = (
     "--yes-always",
@@ -33,18 +34,36 @@ _QUIET = (
 )
 
 
-@pytest.mark.skipif(not AIDER, reason="AIDER names no program")
-def test_an_edit(scripted: ScriptedServer, tmp_path: Path) -> None:
-    """an edit of a file, as a stream; a second edit of the session, of whose prompt only new tokens are computed."""
+def aider(server: ScriptedServer, folder: Path, *words: str) -> tuple[list[str], Path, dict[str, str]]:
+    """Return the command that asks aider about the file hello.txt of a folder, the folder, and the environment."""
+    bases = dict.fromkeys(("OPENAI_API_BASE", "OPENAI_BASE_URL"), f"{server.url}/v1")
+    env = {"HOME": str(folder), "OPENAI_API_KEY": "none is needed", **bases}
+    return [AIDER, "--model", "openai/embedded", "--edit-format", "diff", *_QUIET, "hello.txt", *words], folder, env
+
+
+def test_an_edit_and_restart(scripted: ScriptedServer, tmp_path: Path) -> None:
+    """an edit of a file, as a stream; another one after a restart, of whose prompt only new tokens are computed."""
     (tmp_path / "hello.txt").write_text("a cat\n")
-    bases = dict.fromkeys(("OPENAI_API_BASE", "OPENAI_BASE_URL"), f"{scripted.url}/v1")
-    env = {"HOME": str(tmp_path), "OPENAI_API_KEY": "none is needed", **bases}
-    command = [AIDER, "--model", "openai/embedded", "--edit-format", "diff", *_QUIET, "hello.txt"]
     n_before = len(scripted.requests())
-    run([*command, "--message", f"Do it. [[SAY {_EDIT}]]"], tmp_path, env)
+    run(*aider(scripted, tmp_path, "--message", f"Do it. [[SAY {_EDIT}]]"))
     assert (tmp_path / "hello.txt").read_text() == "a dog\n"
+    assert scripted.requests()[n_before]["prompt_tokens"] > 1000
+    scripted.restart()
     second = _EDIT.replace("a cat", "a horse").replace("a dog", "a cat").replace("a horse", "a dog")
-    run([*command, "--restore-chat-history", "--message", f"And back. [[SAY {second}]]"], tmp_path, env)
+    run(*aider(scripted, tmp_path, "--restore-chat-history", "--message", f"And back. [[SAY {second}]]"))
     assert (tmp_path / "hello.txt").read_text() == "a cat\n"
-    first, *_, last = scripted.requests()[n_before:]
-    assert first["prompt_tokens"] > 1000 and last["cached_tokens"] > 0.5 * last["prompt_tokens"]
+    last = scripted.requests()[-1]
+    assert last["cached_tokens"] > 0.5 * last["prompt_tokens"]
+
+
+def test_cancel(scripted: ScriptedServer, tmp_path: Path) -> None:
+    """a reply that is cancelled."""
+    (tmp_path / "hello.txt").write_text("a cat\n")
+    cancel(*aider(scripted, tmp_path, "--message", GO_ON), scripted)
+
+
+def test_overflow(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """a prompt that is too long, which it knows as such."""
+    (tmp_path / "hello.txt").write_text(LONG)
+    with small_server(tmp_path_factory.mktemp("small")) as server:
+        assert "possibly exhausted context window" in run(*aider(server, tmp_path, "--message", "Hello."))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
-from scripts import LOOKS, ScriptedServer  # type: ignore[import-not-found]
+from scripts import GO_ON, LOOKS, TOO_LONG, ScriptedServer  # type: ignore[import-not-found]
 
 PACKAGE = "anthropic"
 MODEL = "embedded"
@@ -72,7 +73,7 @@ def test_counts(client: Anthropic) -> None:
 def test_overflow(client: Anthropic) -> None:
     """a prompt that is too long."""
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > \d+ maximum"):
-        client.messages.create(model=MODEL, max_tokens=1, messages=[{"role": "user", "content": "cat " * 20_000}])
+        client.messages.create(model=MODEL, max_tokens=1, messages=[{"role": "user", "content": TOO_LONG}])
 
 
 def test_models(client: Anthropic) -> None:
@@ -82,27 +83,23 @@ def test_models(client: Anthropic) -> None:
         client.messages.create(model="another", max_tokens=1, messages=CAT)
 
 
-def test_loop_and_restart(scripted: ScriptedServer) -> None:
+def test_a_loop(scripted: ScriptedServer, look: Callable[[str], str], looked: list[str]) -> None:
     """a restart of the server in the middle of a loop."""
     client = Anthropic(base_url=scripted.url, api_key="none is needed", max_retries=0)
-    messages, places = [{"role": "user", "content": LOOKS}], []
+    messages = [{"role": "user", "content": LOOKS}]
     asked = {"model": MODEL, "max_tokens": 200, "tools": [{"name": "look", "input_schema": WHERE}]}
     while (reply := client.messages.create(messages=messages, **asked)).stop_reason == "tool_use":
         calls = [block for block in reply.content if block.type == "tool_use"]
-        places += [call.input["where"] for call in calls]
-        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "a dog"} for call in calls]
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": look(**call.input)} for call in calls]
         content = [block.model_dump(exclude_none=True) for block in reply.content]
         messages += [{"role": "assistant", "content": content}, {"role": "user", "content": results}]
-        if len(places) == 1:
-            scripted.stop()
-            scripted.start()
-    assert (places, reply.content[-1].text) == (["here", "there"], "All is done.")
+    assert (looked, reply.content[-1].text) == (["here", "there"], "All is done.")
 
 
 def test_cancel(scripted: ScriptedServer) -> None:
     """a cancelled stream."""
     client = Anthropic(base_url=scripted.url, api_key="none is needed", max_retries=0)
-    messages = [{"role": "user", "content": "Go on. [[ON one and two and ]]"}]
+    messages = [{"role": "user", "content": GO_ON}]
     with client.messages.stream(model=MODEL, max_tokens=4000, messages=messages) as stream:
         next(iter(stream.text_stream))
     scripted.wait_until_idle()

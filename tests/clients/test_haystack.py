@@ -1,8 +1,9 @@
-"""Haystack's agent works through a real two-tool loop."""
+"""Runs agents of Haystack."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -12,34 +13,38 @@ from haystack.components.generators.chat import OpenAIChatGenerator
 from haystack.dataclasses import ChatMessage, StreamingChunk
 from haystack.tools import create_tool_from_function
 from haystack.utils import Secret
-from scripts import LOOKS, ScriptedServer  # type: ignore[import-not-found]
+from openai import BadRequestError
+from scripts import GO_ON, LOOKS, TOO_LONG, ScriptedServer, cancel_task  # type: ignore[import-not-found]
 
 PACKAGE = "haystack-ai"
 
 
-def test_a_loop(scripted: ScriptedServer) -> None:
-    """an agent that loops with two tools, whole and as a stream."""
-    looked = []
+def agent(server: ScriptedServer, look: Callable[[str], str], **settings: Any) -> Agent:
+    key = Secret.from_token("none is needed")
+    model = OpenAIChatGenerator(api_key=key, model="embedded", api_base_url=f"{server.url}/v1")
+    return Agent(chat_generator=model, tools=[create_tool_from_function(look)], **settings)
 
-    def look(where: Annotated[str, "a place"]) -> str:
-        """Look somewhere."""
-        looked.append(where)
-        return "a dog"
 
-    for is_stream in (False, True):
-        pieces: list[str] = []
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_loop(scripted: ScriptedServer, is_stream: bool, look: Callable[[str], str], looked: list[str]) -> None:
+    """an agent that loops with two tools, whole and as a stream, with a restart of the server in the middle."""
+    pieces: list[str] = []
 
-        def take(chunk: StreamingChunk, pieces: list[str] = pieces) -> None:
-            pieces.append(chunk.content)
+    def take(chunk: StreamingChunk) -> None:
+        pieces.append(chunk.content)
 
-        model = OpenAIChatGenerator(
-            api_key=Secret.from_token("none is needed"), model="embedded", api_base_url=f"{scripted.url}/v1"
-        )
-        agent = Agent(
-            chat_generator=model,
-            tools=[create_tool_from_function(look)],
-            streaming_callback=take if is_stream else None,
-        )
-        assert agent.run(messages=[ChatMessage.from_user(LOOKS)])["last_message"].text == "All is done."
-        assert not is_stream or "All is done." in "".join(pieces)
-    assert looked == ["here", "there"] * 2
+    asked = agent(scripted, look, streaming_callback=take if is_stream else None)
+    assert asked.run(messages=[ChatMessage.from_user(LOOKS)])["last_message"].text == "All is done."
+    assert ("All is done." in "".join(pieces)) == is_stream
+    assert looked == ["here", "there"]
+
+
+def test_cancel(scripted: ScriptedServer, look: Callable[[str], str]) -> None:
+    """a cancelled run."""
+    cancel_task(agent(scripted, look).run_async(messages=[ChatMessage.from_user(GO_ON)]), scripted)
+
+
+def test_overflow(scripted: ScriptedServer, look: Callable[[str], str]) -> None:
+    """a prompt that is too long."""
+    with pytest.raises(BadRequestError, match="maximum context length"):
+        agent(scripted, look).run(messages=[ChatMessage.from_user(TOO_LONG)])

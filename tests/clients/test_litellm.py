@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import litellm
 import pytest
 from pydantic import BaseModel
-from scripts import LOOKS, ScriptedServer  # type: ignore[import-not-found]
+from scripts import GO_ON, LOOKS, TOO_LONG, ScriptedServer, cancel_task  # type: ignore[import-not-found]
 
 PACKAGE = "litellm"
 MODEL = "openai/embedded"
@@ -50,25 +51,29 @@ def test_text_completion() -> None:
     assert litellm.text_completion(model="text-completion-openai/embedded", prompt="My cat").choices[0].finish_reason
 
 
-def test_a_loop(scripted: ScriptedServer) -> None:
-    """a loop with two tools."""
-    messages, looked = [{"role": "user", "content": LOOKS}], []
-    look = {
-        "type": "function",
-        "function": {"name": "look", "parameters": {"type": "object", "properties": {"where": {}}}},
-    }
+def test_a_loop(scripted: ScriptedServer, look: Callable[[str], str], looked: list[str]) -> None:
+    """a loop with two tools, with a restart of the server in the middle."""
+    messages = [{"role": "user", "content": LOOKS}]
+    parameters = {"type": "object", "properties": {"where": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
     while True:
-        message = litellm.completion(MODEL, messages, tools=[look], api_base=f"{scripted.url}/v1").choices[0].message
+        message = litellm.completion(MODEL, messages, tools=tools, api_base=f"{scripted.url}/v1").choices[0].message
         messages.append(message)
         if not message.tool_calls:
             break
         for call in message.tool_calls:
-            looked.append(json.loads(call.function.arguments)["where"])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": "a dog"})
+            seen = look(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
     assert message.content == "All is done." and looked == ["here", "there"]
+
+
+def test_cancel(scripted: ScriptedServer) -> None:
+    """a cancelled completion."""
+    messages = [{"role": "user", "content": GO_ON}]
+    cancel_task(litellm.acompletion(MODEL, messages, api_base=f"{scripted.url}/v1"), scripted)
 
 
 def test_overflow() -> None:
     """a prompt that is too long, as ContextWindowExceededError."""
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(MODEL, [{"role": "user", "content": "word " * 200_000}])
+        litellm.completion(MODEL, [{"role": "user", "content": TOO_LONG}])

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 from llama_index.core.agent.workflow import FunctionAgent
 from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
+from openai import BadRequestError
 from pydantic import BaseModel
-from scripts import LOOKS, ScriptedServer  # type: ignore[import-not-found]
+from scripts import GO_ON, LOOKS, TOO_LONG, ScriptedServer, cancel_task  # type: ignore[import-not-found]
 
 PACKAGE = "llama-index-llms-openai-like"
 
@@ -22,12 +24,16 @@ class Person(BaseModel):
     age: int
 
 
-@pytest.fixture
-def model(url: str) -> OpenAILike:
+def model_at(url: str) -> OpenAILike:
     return OpenAILike(
         model="embedded", api_base=url, api_key="none", is_chat_model=True, is_function_calling_model=True,
         max_retries=0,
     )  # fmt: skip
+
+
+@pytest.fixture
+def model(url: str) -> OpenAILike:
+    return model_at(url)
 
 
 def test_chat(model: OpenAILike) -> None:
@@ -61,21 +67,21 @@ def test_tools(model: OpenAILike) -> None:
     assert call.tool_name == "add" and set(call.tool_kwargs) == {"a", "b"}
 
 
-def test_a_loop(scripted: ScriptedServer) -> None:
-    """FunctionAgent: a loop with two tools."""
-    looked = []
-
-    def look(where: str) -> str:
-        """Look somewhere."""
-        looked.append(where)
-        return "a dog"
-
-    model = OpenAILike(
-        model="embedded", api_base=f"{scripted.url}/v1", api_key="none", is_chat_model=True,
-        is_function_calling_model=True, max_retries=0,
-    )  # fmt: skip
+def test_a_loop(scripted: ScriptedServer, look: Callable[[str], str], looked: list[str]) -> None:
+    """FunctionAgent: a loop with two tools, with a restart of the server in the middle."""
 
     async def ask() -> str:
-        return str(await FunctionAgent(tools=[look], llm=model).run(LOOKS))
+        return str(await FunctionAgent(tools=[look], llm=model_at(f"{scripted.url}/v1")).run(LOOKS))
 
     assert asyncio.run(ask()) == "All is done." and looked == ["here", "there"]
+
+
+def test_cancel(scripted: ScriptedServer) -> None:
+    """a cancelled chat."""
+    cancel_task(model_at(f"{scripted.url}/v1").achat([ChatMessage(GO_ON)]), scripted)
+
+
+def test_overflow(model: OpenAILike) -> None:
+    """a prompt that is too long."""
+    with pytest.raises(BadRequestError, match="maximum context length"):
+        model.chat([ChatMessage(TOO_LONG)])

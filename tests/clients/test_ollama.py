@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 
 import ollama
 import pytest
+from scripts import GO_ON, LOOKS, TOO_LONG, ScriptedServer, cancel_task  # type: ignore[import-not-found]
 
 PACKAGE = "ollama"
 MODEL = "embedded"
@@ -60,3 +62,24 @@ def test_models(client: ollama.Client) -> None:
     with pytest.raises(ollama.ResponseError) as raised:
         client.show("another")
     assert raised.value.status_code == 404
+
+
+def test_a_loop(scripted: ScriptedServer, look: Callable[[str], str], looked: list[str]) -> None:
+    """a loop with two tools, with a restart of the server in the middle."""
+    client, messages = ollama.Client(host=scripted.url), [{"role": "user", "content": LOOKS}]
+    while (message := client.chat(MODEL, messages, tools=[look]).message).tool_calls:
+        messages.append(message)
+        for call in message.tool_calls:
+            messages.append({"role": "tool", "content": look(**call.function.arguments), "tool_name": "look"})
+    assert message.content == "All is done." and looked == ["here", "there"]
+
+
+def test_cancel(scripted: ScriptedServer) -> None:
+    """a cancelled chat."""
+    cancel_task(ollama.AsyncClient(host=scripted.url).chat(MODEL, [{"role": "user", "content": GO_ON}]), scripted)
+
+
+def test_overflow(client: ollama.Client) -> None:
+    """a prompt that is too long."""
+    with pytest.raises(ollama.ResponseError, match="maximum context length"):
+        client.chat(MODEL, [{"role": "user", "content": TOO_LONG}])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from openai import BadRequestError, OpenAI
 from pydantic import BaseModel
-from scripts import LOOKS, ScriptedServer  # type: ignore[import-not-found]
+from scripts import GO_ON, LOOKS, TOO_LONG, ScriptedServer  # type: ignore[import-not-found]
 
 PACKAGE = "openai"
 MODEL = "embedded"
@@ -105,31 +106,25 @@ def test_models(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
 
 
-def test_loop_and_restart(scripted: ScriptedServer) -> None:
+def test_a_loop(scripted: ScriptedServer, look: Callable[[str], str], looked: list[str]) -> None:
     """a loop with two tools, with a restart of the server in the middle."""
-    client, messages, places = (
-        OpenAI(base_url=f"{scripted.url}/v1", max_retries=0),
-        [{"role": "user", "content": LOOKS}],
-        [],
-    )
+    client = OpenAI(base_url=f"{scripted.url}/v1", max_retries=0)
+    messages = [{"role": "user", "content": LOOKS}]
     while True:
         reply = client.chat.completions.create(model=MODEL, messages=messages, tools=[LOOK]).choices[0].message
         if not reply.tool_calls:
             break
         messages.append(reply.model_dump(exclude_none=True))
         for call in reply.tool_calls:
-            places.append(json.loads(call.function.arguments)["where"])
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": "a dog"})
-        if len(places) == 1:
-            scripted.stop()
-            scripted.start()
-    assert (places, reply.content) == (["here", "there"], "All is done.")
+            seen = look(**json.loads(call.function.arguments))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": seen})
+    assert (looked, reply.content) == (["here", "there"], "All is done.")
 
 
 def test_cancel(scripted: ScriptedServer) -> None:
     """a cancelled stream."""
     client = OpenAI(base_url=f"{scripted.url}/v1", max_retries=0)
-    messages = [{"role": "user", "content": "Go on. [[ON one and two and ]]"}]
+    messages = [{"role": "user", "content": GO_ON}]
     stream = client.chat.completions.create(model=MODEL, messages=messages, stream=True)
     next(stream)
     stream.close()
@@ -139,5 +134,5 @@ def test_cancel(scripted: ScriptedServer) -> None:
 def test_overflow(client: OpenAI) -> None:
     """a prompt that is too long."""
     with pytest.raises(BadRequestError, match=r"maximum context length is \d+ tokens") as raised:
-        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "cat " * 200_000}])
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": TOO_LONG}])
     assert raised.value.code == "context_length_exceeded"

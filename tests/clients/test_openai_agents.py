@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 pytest.importorskip("agents")
@@ -13,26 +16,34 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from openai import AsyncOpenAI
-from scripts import ScriptedServer  # type: ignore[import-not-found]
+from openai import AsyncOpenAI, BadRequestError
+from scripts import GO_ON, LOOKS, TOO_LONG, ScriptedServer, cancel_task  # type: ignore[import-not-found]
 
 PACKAGE = "openai-agents"
-STEPS = " ".join(f'[[CALL {{"name": "look", "arguments": {{"where": "{where}"}}}}]]' for where in ("here", "there"))
+each_model = pytest.mark.parametrize("model", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
 
 
-@pytest.mark.parametrize("model", [OpenAIChatCompletionsModel, OpenAIResponsesModel])
-def test_a_loop(scripted: ScriptedServer, model: type) -> None:
-    """a loop with two tools, over chats and responses."""
+def agent(server: ScriptedServer, model: Callable[..., Any], *tools: Any) -> Agent:
     set_tracing_disabled(True)
-    looked = []
+    client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none is needed")
+    return Agent("a", instructions="Be brief.", tools=list(tools), model=model("embedded", client))
 
-    @function_tool
-    def look(where: str) -> str:
-        """Look somewhere."""
-        looked.append(where)
-        return "a dog"
 
-    client = AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none is needed")
-    agent = Agent("a", instructions="Be brief.", tools=[look], model=model("embedded", client))
-    assert Runner.run_sync(agent, f"Do it. {STEPS} [[SAY All is done.]]").final_output == "All is done."
+@each_model
+def test_a_loop(scripted: ScriptedServer, model: type, look: Callable[[str], str], looked: list[str]) -> None:
+    """a loop with two tools, over chats and responses, with a restart of the server in the middle."""
+    assert Runner.run_sync(agent(scripted, model, function_tool(look)), LOOKS).final_output == "All is done."
     assert looked == ["here", "there"]
+
+
+@each_model
+def test_cancel(scripted: ScriptedServer, model: type) -> None:
+    """a cancelled run."""
+    cancel_task(Runner.run(agent(scripted, model), GO_ON), scripted)
+
+
+@each_model
+def test_overflow(scripted: ScriptedServer, model: type) -> None:
+    """a prompt that is too long."""
+    with pytest.raises(BadRequestError, match="maximum context length"):
+        Runner.run_sync(agent(scripted, model), TOO_LONG)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from programs import OPENCODE  # type: ignore[import-not-found]
-from scripts import OTHER_WORDS, ScriptedServer, cancel, restart, run, steps  # type: ignore[import-not-found]
+import pytest
+from programs import OPENCODE, tight  # type: ignore[import-not-found]
+from scripts import LONG, OTHER_WORDS, ScriptedServer, cancel, restart, run, steps  # type: ignore[import-not-found]
 
 PACKAGE, VERSION = OPENCODE.name, OPENCODE.version
 
@@ -34,3 +35,12 @@ def test_restart(scripted: ScriptedServer, tmp_path: Path) -> None:
     more = OPENCODE.command("--continue", "And now? [[SAY Two.]]")
     env = OPENCODE.configure(scripted, tmp_path)
     restart((OPENCODE.command("Hello. [[SAY One.]]"), more), tmp_path, env, scripted)
+
+
+def test_overflow(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """a session that becomes too long, which it summarises and continues."""
+    with tight(OPENCODE, 4000, tmp_path_factory) as tried:
+        assert tried.ask(LONG) == "Okay, noted." and not tried.server.n_refused()
+        with pytest.raises(AssertionError, match="maximum context length"):  # It says so, and continues nevertheless.
+            tried.ask("--continue", LONG)
+        assert tried.ask("--continue", "And now? [[SAY Two.]]") == "Two." and tried.server.n_refused() == 1

@@ -9,7 +9,9 @@ import pytest
 pytest.importorskip("outlines")
 import openai
 import outlines
+from outlines.exceptions import BadRequestError
 from pydantic import BaseModel
+from scripts import GO_ON, TOO_LONG, ScriptedServer, cancel_task  # type: ignore[import-not-found]
 
 PACKAGE = "outlines"
 
@@ -30,3 +32,25 @@ def test_forms(url: str) -> None:
     assert ours("Is it?", Literal["yes", "no"]) in ("yes", "no")
     assert ours("When?", outlines.regex("[0-9]{4}")).isdigit()
     assert ours("Which?", outlines.cfg('start: "<" ("a" | "b") ">"')) in ("<a>", "<b>")
+
+
+def test_restart(scripted: ScriptedServer) -> None:
+    """a restart of the server between two replies."""
+    model: Any = outlines.from_openai(openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="none"), "embedded")
+    assert model("Hello. [[SAY One.]]") == "One."
+    scripted.restart()
+    assert model("And now? [[SAY Two.]]") == "Two."
+
+
+def test_cancel(scripted: ScriptedServer) -> None:
+    """a cancelled reply."""
+    client = openai.AsyncOpenAI(base_url=f"{scripted.url}/v1", api_key="none")
+    model: Any = outlines.from_openai(client, "embedded")
+    cancel_task(model(GO_ON), scripted)
+
+
+def test_overflow(url: str) -> None:
+    """a prompt that is too long."""
+    model: Any = outlines.from_openai(openai.OpenAI(base_url=url, api_key="none is needed"), "embedded")
+    with pytest.raises(BadRequestError, match="maximum context length"):
+        model(TOO_LONG)

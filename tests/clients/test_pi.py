@@ -1,12 +1,13 @@
-"""pi, as npm installs it, works with this server."""
+"""Asks pi, as npm installs it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
-from programs import PI  # type: ignore[import-not-found]
-from scripts import OTHER_WORDS, ScriptedServer, cancel, restart, run, steps  # type: ignore[import-not-found]
+from programs import PI, tight  # type: ignore[import-not-found]
+from scripts import LONG, OTHER_WORDS, ScriptedServer, cancel, restart, run, steps  # type: ignore[import-not-found]
 
 PACKAGE, VERSION = PI.name, PI.version
 pi = PI.command
@@ -38,3 +39,14 @@ def test_cancel(scripted: ScriptedServer, tmp_path: Path, env: dict[str, str]) -
 def test_restart(scripted: ScriptedServer, tmp_path: Path, env: dict[str, str]) -> None:
     """a restart of the server in the middle of a session."""
     restart((pi("Hello. [[SAY One.]]"), pi("--continue", "And now? [[SAY Two.]]")), tmp_path, env, scripted)
+
+
+def test_overflow(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """a session that becomes too long, which it summarises and continues."""
+    with tight(PI, 4000, tmp_path_factory) as tried:
+        # By default it keeps the last 20,000 tokens, which is more than this context.
+        settings = json.dumps({"compaction": {"keepRecentTokens": 1000}})
+        (tried.home / ".pi" / "agent" / "settings.json").write_text(settings)
+        assert tried.ask(LONG) == "Okay, noted." and not tried.server.n_refused()
+        tried.ask("--continue", LONG)  # With -p, it does not print a reply that it has asked for twice.
+        assert tried.ask("--continue", "And now? [[SAY Two.]]") == "Two." and tried.server.n_refused() == 1

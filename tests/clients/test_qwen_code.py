@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from programs import QWEN_CODE  # type: ignore[import-not-found]
-from scripts import OTHER_WORDS, ScriptedServer, cancel, restart, run, steps  # type: ignore[import-not-found]
+import pytest
+from programs import QWEN_CODE, tight  # type: ignore[import-not-found]
+from scripts import LONG, OTHER_WORDS, ScriptedServer, cancel, restart, run, steps  # type: ignore[import-not-found]
 
 PACKAGE, VERSION = QWEN_CODE.name, QWEN_CODE.version
 
@@ -35,3 +36,11 @@ def test_restart(scripted: ScriptedServer, tmp_path: Path) -> None:
     more = QWEN_CODE.command("And now? [[SAY Two.]]", "--continue")
     env = QWEN_CODE.configure(scripted, tmp_path)
     restart((QWEN_CODE.command("Hello. [[SAY One.]]"), more), tmp_path, env, scripted)
+
+
+def test_overflow(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """a session that becomes too long, which it summarises and continues."""
+    with tight(QWEN_CODE, 4000, tmp_path_factory) as tried:
+        assert tried.ask(LONG) == "Okay, noted." and not tried.server.n_refused()
+        assert tried.ask(LONG, "--continue") == "Okay, noted." and tried.server.n_refused() == 1
+        assert tried.ask("And now? [[SAY Two.]]", "--continue") == "Two."

@@ -1,4 +1,5 @@
-// A loop with two tools, a stream that is cancelled, and an error, with Vercel's AI SDK.
+// Runs loops with two tools, each with a restart of the server in the middle, a prompt that is too long, and a stream
+// that is cancelled, with Vercel's AI SDK.
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { generateText, stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
@@ -11,7 +12,10 @@ function look(seen) {
   return tool({
     description: "Look somewhere.",
     inputSchema: z.object({ where: z.string() }),
-    execute: async ({ where }) => (seen.push(where), "a dog"),
+    execute: async ({ where }) => {
+      if (seen.push(where) === 1) await fetch(`${process.env.CONTROL}/restart`);
+      return "a dog";
+    },
   });
 }
 
@@ -37,4 +41,5 @@ try {
 } catch (error) {
   if (error.name !== "AbortError") throw error;
 }
+told.isIdle = (await fetch(`${process.env.CONTROL}/idle`)).ok; // This process still has its connections.
 console.log(JSON.stringify(told));

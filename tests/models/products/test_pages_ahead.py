@@ -29,7 +29,7 @@ def begun(folder: Path, n_bytes: int) -> pages_ahead.PagesAhead:
 
 
 def resident_bytes(pages: mmap.mmap) -> int:
-    """Ask the kernel for each page. /proc/self/smaps has no line for this memory if Linux joined it with its neighbour."""
+    """Ask the kernel for each page. /proc/self/smaps has one line for this memory and neighbours of the same kind."""
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     resident = (ctypes.c_ubyte * (len(pages) // mmap.PAGESIZE))()
     found = ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(pages)), resident)
