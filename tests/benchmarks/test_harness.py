@@ -59,7 +59,7 @@ def test_red_tests_have_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     require_green(str(tmp_path / "test_green.py"))
 
 
-@pytest.mark.parametrize("name", ["jamba-no-experts", "mamba"])
+@pytest.mark.parametrize("name", [pytest.param("jamba-no-experts", marks=only_in_long), "mamba"])
 def test_both_sides_do_the_same_work(name: str, tmp_path: Path) -> None:
     """Both sides give the same greedy tokens after the same prompts. The step without mixers runs, and gives others."""
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
