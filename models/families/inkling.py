@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hybridmem.memory import UNROTATED, AttentionSpec, Step
+from hybridmem.memory.kernels import steady
 from hybridmem.memory.specs import LayerSpec
 from hybridmem.models.draft_heads import NextTokenHead
 from hybridmem.models.layers.decoder import Decoder, Function, Mixer
@@ -215,9 +216,11 @@ def _choose_beside_shared(n_chosen: int, *, n_shared: int, bias_E: Tensor, facto
     The last experts are shared: each token takes them all. Others are chosen as in `sigmoid_then_choose`.
     """
 
+    sigmoid = steady(torch.sigmoid)
+
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
         n_routed = logits.shape[1] - n_shared
-        ranks = logits[:, :n_routed].sigmoid() + bias_E
+        ranks = sigmoid(logits[:, :n_routed]) + bias_E
         chosen = ranks.topk(n_chosen - n_shared).indices
         always = torch.arange(n_routed, logits.shape[1], device=logits.device).expand(len(logits), -1)
         experts_TK = torch.cat([chosen, always], 1)

@@ -171,4 +171,9 @@ def add_gated_mlp(
 
 
 def add_scaled(x: Tensor, y: Tensor, scale: float) -> Tensor:
-    return x + y if scale == 1.0 else torch.add(x, y, alpha=scale)
+    """Return x + s y, where s y is rounded to the dtype first.
+
+    torch's own sum with a factor rounds 16-bit numbers in another way at the end of a tensor than before it, so a row's
+    bits would depend on the rows beside it.
+    """
+    return x + y if scale == 1.0 else x + y * scale

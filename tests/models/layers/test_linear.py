@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from hybridmem.memory import HybridMemory
 from hybridmem.models import load_model, weight_bytes
 from hybridmem.models.layers import linear as module
-from hybridmem.models.layers.linear import Linear
+from hybridmem.models.layers.linear import Linear, add_scaled
 from hybridmem.models.products import choice
 from hybridmem.models.products import packed as packing
 from hybridmem.models.products.packed import PackedWeight, multiplies_bfloat16, packed_dtype
@@ -144,3 +144,13 @@ def test_weights_are_held_once(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert 0.9 * n_file < weight_bytes(plain_model) <= n_file
     embedding = plain_model.memory_spec.vocab_size * plain_model.config.hidden_size * 4
     assert weight_bytes(plain_model) + 0.9 * embedding < packed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [7, 40, 48, 64, 1000])
+def test_a_scaled_sum_has_the_same_bits_in_any_company(n: int, dtype: torch.dtype) -> None:
+    """Parts of some models are scaled before they are added. transformers rounds them in the same way."""
+    x, y = torch.randn(2, 67, n).to(dtype)
+    together = add_scaled(x, y, 0.22)
+    assert torch.equal(together, torch.cat([add_scaled(x[i : i + 1], y[i : i + 1], 0.22) for i in range(67)]))
+    assert torch.equal(together, x + y * 0.22)
