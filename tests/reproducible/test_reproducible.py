@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.workloads import CONFIGS as WIDE
+from benchmarks.workloads import MODELS, save_random
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.chat.sampling.sampling import Sampling
@@ -79,6 +81,22 @@ def test_no_history_of_any_family_changes_a_bit(kind: str, tmp_path: Path) -> No
             if differing:
                 found[f"{name} {fold} {seed}"] = differing
     assert not found
+
+
+@pytest.mark.skipif(not IS_FULL, reason="takes minutes; CONFORMANCE=full runs it")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_real_widths_have_the_same_bits_with_any_threads(name: str, kind: str, tmp_path: Path) -> None:
+    """Steps of these models have more numbers than torch leaves to one thread."""
+    dtype, weights = kind.split()
+    save_random(WIDE[name](), tmp_path)
+    model = load_model(tmp_path, dtype=dtype, weights=weights, progress=False, reproducible=True)  # type: ignore[arg-type]
+    tokens = draw_tokens(330)
+    torch.set_num_threads(1)
+    expected = ways.singly(model, tokens, budget="1GiB")
+    for n_threads, chunks in ((3, (130, 171, 29)), (2, (330,)), (5, (257, 1, 72))):
+        torch.set_num_threads(n_threads)
+        assert ways.n_differing(ways.in_chunks(model, tokens, chunks, budget="1GiB"), expected) == 0
 
 
 @only_in_long

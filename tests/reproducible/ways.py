@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import islice, repeat
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -158,9 +159,9 @@ def renewed(walk: Walk) -> HybridMemory:
     return memory_of(walk.model, fold=walk.memory.fold)
 
 
-def memory_of(model: LanguageModel, **options: Any) -> HybridMemory:
+def memory_of(model: LanguageModel, budget: str = "16MiB", **options: Any) -> HybridMemory:
     given: dict[str, Any] = {"rollback_window": 8, "page_tokens": 4, **options}
-    return HybridMemory(model.memory_spec, "16MiB", **given)
+    return HybridMemory(model.memory_spec, budget, **given)
 
 
 WAYS: dict[str, dict[str, Callable[[Walk], None]]] = {
@@ -186,12 +187,17 @@ def by(model: LanguageModel, tokens: list[int], seed: int, steps: dict[str, Call
 
 def singly(model: LanguageModel, tokens: list[int], **options: Any) -> Tensor:
     """Return the logits of each position of a text, (n, vocab), whose tokens are fed one by one."""
+    return in_chunks(model, tokens, repeat(1, len(tokens)), **options)
+
+
+def in_chunks(model: LanguageModel, tokens: list[int], chunks: Iterable[int], **options: Any) -> Tensor:
+    """Return the logits of each position of a text, (n, vocab), whose tokens are fed in chunks of these lengths."""
     memory = memory_of(model, **options)
-    sequence, found = memory.open(), []
-    for token in tokens:
-        with memory.step({sequence: token}) as step:
-            found.append(model(step)[0].clone())
-    return torch.stack(found)
+    sequence, left, found = memory.open(), iter(tokens), []
+    for n_tokens in chunks:
+        with memory.step({sequence: list(islice(left, n_tokens))}, outputs=(n_tokens,)) as step:
+            found.append(model(step).clone())
+    return torch.cat(found)
 
 
 def n_differing(found: Tensor, expected: Tensor) -> int:
