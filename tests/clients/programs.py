@@ -144,12 +144,11 @@ class Tight:
 
 
 @contextmanager
-def tight(agent: Agent, n_more: int, folders: pytest.TempPathFactory) -> Iterator[Tight]:
-    """Serve a context of as many tokens as an agent's first prompt has, and `n_more`."""
-    with serving(folders.mktemp("wide")) as server:
-        home = folders.mktemp("home")
-        run(agent.command("Hello."), home, agent.configure(server, home))
-        n_first = max(request["prompt_tokens"] for request in server.requests())
+def tight(agent: Agent, n_more: int, wide: ScriptedServer, folders: pytest.TempPathFactory) -> Iterator[Tight]:
+    """Serve a context of `n_more` tokens more than an agent's first prompt has. A wider server counts these."""
+    home, n_before = folders.mktemp("home"), len(wide.requests())
+    run(agent.command("Hello."), home, agent.configure(wide, home))
+    n_first = max(request["prompt_tokens"] for request in wide.requests()[n_before:])
     with serving(folders.mktemp("tight"), "--max-tokens", str(n_first + n_more)) as server:
         home = folders.mktemp("home")
         yield Tight(agent, home, agent.configure(server, home), server)

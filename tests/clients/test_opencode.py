@@ -37,9 +37,9 @@ def test_restart(scripted: ScriptedServer, tmp_path: Path) -> None:
     restart((OPENCODE.command("Hello. [[SAY One.]]"), more), tmp_path, env, scripted)
 
 
-def test_overflow(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_overflow(scripted: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> None:
     """a session that becomes too long, which it summarises and continues."""
-    with tight(OPENCODE, 4000, tmp_path_factory) as tried:
+    with tight(OPENCODE, 4000, scripted, tmp_path_factory) as tried:
         assert tried.ask(LONG) == "Okay, noted." and not tried.server.n_refused()
         with pytest.raises(AssertionError, match="maximum context length"):  # It says so, and continues nevertheless.
             tried.ask("--continue", LONG)

@@ -1,16 +1,21 @@
-"""Measures what agents compute of their first prompts in folders of which the server knows none, one or two."""
+"""Measures what agents compute of their first prompts in folders of which the server knows none, one or two.
+
+TESTS=long asks all agents, which takes ten minutes. Otherwise those with short prompts are asked.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from programs import AGENTS, SHARING, Agent  # type: ignore[import-not-found]
+from programs import AGENTS, CODEX, PI, SHARING, Agent  # type: ignore[import-not-found]
 from scripts import OTHER_WORDS, ScriptedServer, run, serving  # type: ignore[import-not-found]
 
 _GRID_TOKENS, _WINDOW_TOKENS = 512, 32
 """The distance of checkpoints in a prompt, and the rollback window, in the server's defaults."""
+_ASKED = [*AGENTS, *SHARING] if os.environ.get("TESTS") == "long" else [CODEX, PI]
 _MOST = 0.02
 """A second session may compute this share of its first prompt again."""
 
@@ -59,7 +64,7 @@ def _n_common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-@pytest.mark.parametrize("agent", [*AGENTS, *SHARING], ids=lambda agent: agent.name)
+@pytest.mark.parametrize("agent", _ASKED, ids=lambda agent: agent.name)
 def test_sessions(agent: Agent, tmp_path_factory: pytest.TempPathFactory, figures: dict[str, str]) -> None:
     """Sessions compute little more than the tokens after the first one that differs from all prompts before.
 

@@ -41,9 +41,9 @@ def test_restart(scripted: ScriptedServer, tmp_path: Path, env: dict[str, str]) 
     restart((pi("Hello. [[SAY One.]]"), pi("--continue", "And now? [[SAY Two.]]")), tmp_path, env, scripted)
 
 
-def test_overflow(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_overflow(scripted: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> None:
     """a session that becomes too long, which it summarises and continues."""
-    with tight(PI, 4000, tmp_path_factory) as tried:
+    with tight(PI, 4000, scripted, tmp_path_factory) as tried:
         # By default it keeps the last 20,000 tokens, which is more than this context.
         settings = json.dumps({"compaction": {"keepRecentTokens": 1000}})
         (tried.home / ".pi" / "agent" / "settings.json").write_text(settings)

@@ -38,9 +38,9 @@ def test_restart(scripted: ScriptedServer, tmp_path: Path) -> None:
     restart((QWEN_CODE.command("Hello. [[SAY One.]]"), more), tmp_path, env, scripted)
 
 
-def test_overflow(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_overflow(scripted: ScriptedServer, tmp_path_factory: pytest.TempPathFactory) -> None:
     """a session that becomes too long, which it summarises and continues."""
-    with tight(QWEN_CODE, 4000, tmp_path_factory) as tried:
+    with tight(QWEN_CODE, 4000, scripted, tmp_path_factory) as tried:
         assert tried.ask(LONG) == "Okay, noted." and not tried.server.n_refused()
         assert tried.ask(LONG, "--continue") == "Okay, noted." and tried.server.n_refused() == 1
         assert tried.ask("And now? [[SAY Two.]]", "--continue") == "Two."
