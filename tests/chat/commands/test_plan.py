@@ -276,8 +276,9 @@ def test_a_draft_head_takes_its_part_of_the_budget(tmp_path: Path) -> None:
         planned(place, "--draft-head", "auto"),
         planned(place, "--draft-head", str(alone)),
     )
-    model, plain = load_model(place, draft_head=True), load_model(place)
-    head_bytes = weight_bytes(model) - weight_bytes(plain)
+    model = load_model(place, draft_head=True)
+    # Not those of the loaded model: products of some processors fill small weights up, which a plan does not count.
+    head_bytes = sum(x.nbytes for name, x in tensors.items() if name.startswith("mtp."))
     assert own["weight_bytes"] - without["weight_bytes"] == head_bytes > 0
     assert own["draft_session"]["by_kind"] == held_bytes(model.draft_head.memory_spec, 1024, 64)
     assert own["n_sessions"] < without["n_sessions"] and without["draft_session"] is None

@@ -2,7 +2,7 @@
 
 Each reply is compared with that of a sequence that is computed anew and alone. Drafts come from texts, as chains or
 trees, or from a draft head. Where the head remembers the whole text, they are compared with those of a head that reads
-it anew. `TESTS=long` takes 2,000 steps, and `CONFORMANCE=full` 10,000.
+it anew. `TESTS=long` takes 1,000 steps, and `CONFORMANCE=full` 10,000.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def test_replies_are_those_of_texts_computed_anew(drafts: str, tmp_path: Path) -
     else:
         branches = 1 if drafts == "chains" else 4
         machine = Machine(branches, tmp_path, Repeating(), branches=branches)
-    for _ in range(10_000 if IS_FULL else pick(250, 2_000)):
+    for _ in range(10_000 if IS_FULL else pick(250, 1_000)):
         machine.step()
     stats = machine.engine.stats
     wanted = {"replies", "choices", "edited", "with log probabilities", "saved", "prefixes loaded"}
