@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import sleep
 from typing import Protocol
 
 from starlette.types import Receive
@@ -40,7 +41,7 @@ class Turnstile:
     async def wait(self, n_bytes: int) -> None:
         """Wait for the turn of a body whose newest piece had `n_bytes` bytes."""
         async with self._lock:
-            await asyncio.sleep(n_bytes / _LARGE_BYTES_PER_SECOND if self._places.n_taken else 0)
+            await sleep(n_bytes / _LARGE_BYTES_PER_SECOND if self._places.n_taken else 0)
 
 
 class Incoming:

@@ -265,7 +265,7 @@ def test_large_bodies_come_in_slowly_while_somebody_is_answered(monkeypatch: pyt
         await asyncio.gather(*(turnstile.wait(n_bytes) for n_bytes in (10, 5)))
 
     monkeypatch.setattr(incoming, "_LARGE_BYTES_PER_SECOND", 100)
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(incoming, "sleep", sleep)
     asyncio.run(take_turns(guard.Places(1)))
     asyncio.run(take_turns(guard.Places(1, n_taken=1)))
     assert slept == [0, 0, 0.1, 0.05]
