@@ -2,9 +2,9 @@
 
 Weights have the format that `load_model(weights=...)` asks for (`models.weights.formats`):
 
-- Floats are float32 or bfloat16. `blocked` lays them out for `blocked_kernels` (AVX-512, and pairs of bfloat16 with
-  AVX512_BF16) and for `tile_kernels` (AMX). `packed` lays them out for oneDNN if compiled kernels are not the fastest.
-  Weights of other dtypes and devices are left to torch.
+- Floats are float32 or bfloat16. `blocked` lays them out for `blocked_kernels` (AVX2, AVX-512, and pairs of bfloat16
+  with AVX512_BF16) and for `tile_kernels` (AMX). `packed` lays them out for oneDNN if compiled kernels are not the
+  fastest. Weights of other dtypes and devices are left to torch.
 - Integers, and floats of 8 bits, have scales. `quantised` holds them in a layout (`models.weights.layouts`):
   `integer_packing` converts what files store, `integer_rounding` rounds floats, and `row_gathering` reads single rows.
   `quantised_kernels` turns them into float32 or pairs of bfloat16, `integer_row_kernels` multiplies them as integers

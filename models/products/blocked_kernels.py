@@ -1,13 +1,14 @@
-"""Compiles products with weights in float32 or bfloat16, for processors with AVX-512.
+"""Compiles products with weights in float32 or bfloat16, for processors with AVX2 or AVX-512.
 
-In float32 they take two thirds of oneDNN's time for one row, 0.85 of it for a dozen rows, and about the same time for
-hundreds. Weights in bfloat16 are multiplied as pairs (AVX512_BF16), in 0.7 of oneDNN's time for up to eight rows, and
-in 0.93 to 0.98 of it for many. Each row's sums are formed in the same order in any batch.
+In float32 they take two thirds of oneDNN's time for one row, 0.85 of it for a dozen rows, and 1.0 to 1.2 times its time
+for hundreds. With AVX2 they take 0.6 of it for one row, 0.75 for eight, and 1.1 times its time for hundreds. Weights in
+bfloat16 are multiplied as pairs (AVX512_BF16), in 0.7 of oneDNN's time for up to eight rows, and in 0.93 to 0.98 of it
+for many. Each row's sums are formed in the same order in any batch.
 
 Layout: a block of sixteen outputs is read from its first code to its last. A code is an input in float32, or a pair of
-inputs in bfloat16, for each of sixteen outputs. Four blocks are computed at once, so blocks are padded to whole fours.
-Rows are taken six at a time. Six rows are copied side by side into a panel, code by code, because separate rows would
-need more address registers than there are.
+inputs in bfloat16, for each of sixteen outputs. Up to four blocks are computed at once, so blocks are padded to whole
+fours. Rows are taken six at a time. Six rows are copied side by side into a panel, code by code, because separate rows
+would need more address registers than there are.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 
-from hybridmem.memory.kernels.cpu.parts import array_at, compiled, subroutine, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import array_at, compiled, has_many_registers, subroutine, untyped_intrinsic
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_vectors import FLOATS, PAIRS_OF_BFLOAT, ZEROS, call, in_every_lane
 from hybridmem.models.weights.layouts import BLOCK
 
 BLOCKS = 4
-"""How many blocks of outputs are computed at once. Outputs are padded to a multiple of this."""
+"""Outputs are padded to a multiple of this many blocks of sixteen."""
 
 UNROLLED = 16
 """The number of codes is padded to a multiple of this."""
@@ -33,17 +34,23 @@ SHORTS = np.empty(0, np.uint16)
 """An empty array with the dtype that stands for bfloat16."""
 
 _PANEL_ROWS = 6
-"""How many rows a panel has: with four blocks, their sums fill 24 of the 32 registers."""
+"""How many rows a panel has: with four blocks, their sums fill 24 of the 32 registers of AVX-512."""
+
+_OF_PANEL, _OF_FOUR, _OF_TWO = (BLOCKS, BLOCKS, BLOCKS) if has_many_registers() else (1, 1, 2)
+"""How many blocks are computed at once with six rows, four rows and two rows. With one row, it is always four.
+
+AVX2 has 16 registers of eight numbers. The sums of six rows of one block fill 12 of them.
+"""
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
-def _tile(n_rows: int) -> Any:
+def _tile(n_rows: int, n_blocks: int) -> Any:
     is_panel = n_rows == _PANEL_ROWS
 
     @untyped_intrinsic
     def tile(typing_context, codes, first_code, block_codes, x, first, n, ahead, sums):
-        """Set sums[block, row] (16 each, flat) to the sums of rows and four blocks. Nothing is checked.
+        """Set sums[block, row] (16 each, flat) to the sums of rows and blocks. Nothing is checked.
 
         A block has `block_codes` codes, uint32 for pairs or float32. x has n codes for each row, of the same type, one
         row after the other from `first` on, or a panel of six, which also asks for the block at `ahead`.
@@ -62,14 +69,14 @@ def _tile(n_rows: int) -> Any:
             b.position_at_end(loop)
             first = b.phi(_I64)
             first.add_incoming(_I64(0), before)
-            totals = [[b.phi(FLOATS) for _ in range(n_rows)] for _ in range(BLOCKS)]
+            totals = [[b.phi(FLOATS) for _ in range(n_rows)] for _ in range(n_blocks)]
             for total in (total for block in totals for total in block):
                 total.add_incoming(ZEROS, before)
             found = [list(block) for block in totals]
             for i in range(UNROLLED):
                 code = b.add(first, _I64(i))
                 own = [_load(b, weights, b.add(b.mul(block_codes, _I64(v)), b.mul(code, _I64(BLOCK))))
-                       for v in range(BLOCKS)]  # fmt: skip
+                       for v in range(n_blocks)]  # fmt: skip
                 if is_panel:
                     _ask_for(b, weights_of_all, b.add(arguments[6], b.mul(code, _I64(BLOCK))))
                 for row in range(n_rows):
@@ -116,7 +123,8 @@ def _multiply_add(b: ir.IRBuilder, sums: ir.Value, weight: ir.Value, x: ir.Value
     return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, *pairs)
 
 
-_panel, _tile_4, _tile_2, _tile_1 = _tile(_PANEL_ROWS), _tile(4), _tile(2), _tile(1)
+_panel, _tile_4 = _tile(_PANEL_ROWS, _OF_PANEL), _tile(4, _OF_FOUR)
+_tile_2, _tile_1 = _tile(2, _OF_TWO), _tile(1, BLOCKS)
 
 
 @compiled(parallel=True)
@@ -148,29 +156,36 @@ def product(codes, x_at, n_rows, n, bias, activation, n_parts, out_at, n_out, li
             first_row = part * n_panels // n_parts * _PANEL_ROWS
             last_row = (part + 1) * n_panels // n_parts * _PANEL_ROWS if part + 1 < n_parts else n_rows
         for o in range(first_group * BLOCKS, last_group * BLOCKS, BLOCKS):
-            code, t = o * block_codes, first_row
+            t = first_row
             while t < last_row:
-                left, at, ahead = last_row - t, t * n, code
+                left, at, first = last_row - t, t * n, o * block_codes
                 if left >= _PANEL_ROWS:
-                    n_tile = _PANEL_ROWS
-                    # The first panel waits for weights from main memory. Each of the next four prefetches a block for
-                    # later.
-                    n_panels_before = (t - first_row) // _PANEL_ROWS
-                    if 0 < n_panels_before <= BLOCKS:
-                        ahead += (BLOCKS + n_panels_before - 1) * block_codes
-                    _panel(codes, code, block_codes, panels, at, n, ahead, sums)
+                    n_tile, n_blocks = _PANEL_ROWS, _OF_PANEL
                 elif left >= 4:
-                    n_tile = 4
-                    _tile_4(codes, code, block_codes, x, at, n, ahead, sums)
+                    n_tile, n_blocks = 4, _OF_FOUR
                 elif left >= 2:
-                    n_tile = 2
-                    _tile_2(codes, code, block_codes, x, at, n, ahead, sums)
+                    n_tile, n_blocks = 2, _OF_TWO
                 else:
-                    n_tile = 1
-                    _tile_1(codes, code, block_codes, x, at, n, ahead, sums)
-                for v in range(BLOCKS):
-                    at, channel = v * n_tile * BLOCK, (o + v) * BLOCK
-                    block_epilogue(sums, at, n_tile, bias, activation, channel, out, t * n_out + channel, n_out)
+                    n_tile, n_blocks = 1, BLOCKS
+                # The first panel waits for weights from main memory. Each of the next four prefetches a block for
+                # later.
+                n_panels_before = (t - first_row) // _PANEL_ROWS
+                ahead = first
+                if 0 < n_panels_before <= BLOCKS:
+                    ahead += (BLOCKS + n_panels_before - 1) * block_codes
+                for block in range(0, BLOCKS, n_blocks):
+                    code = first + block * block_codes
+                    if n_tile == _PANEL_ROWS:
+                        _panel(codes, code, block_codes, panels, at, n, ahead if block == 0 else code, sums)
+                    elif n_tile == 4:
+                        _tile_4(codes, code, block_codes, x, at, n, code, sums)
+                    elif n_tile == 2:
+                        _tile_2(codes, code, block_codes, x, at, n, code, sums)
+                    else:
+                        _tile_1(codes, code, block_codes, x, at, n, code, sums)
+                    for v in range(n_blocks):
+                        place, channel = v * n_tile * BLOCK, (o + block + v) * BLOCK
+                        block_epilogue(sums, place, n_tile, bias, activation, channel, out, t * n_out + channel, n_out)
                 t += n_tile
 
 

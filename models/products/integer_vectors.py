@@ -7,16 +7,14 @@ stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 
-from hybridmem.memory.kernels.cpu.parts import as_float
+from hybridmem.memory.kernels.cpu.parts import as_float, features, has_many_registers
 from hybridmem.models.weights.layouts import BLOCK, GROUP, PAIRS, Layout, layout_of, spare_bits, whole_pairs
 
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
@@ -29,23 +27,12 @@ ROUNDER = ir.Constant(FLOATS, [12582912.0] * BLOCK)
 
 def multiplies_pairs() -> bool:
     """True if compiled code may use AVX512_BF16: this processor has it, and numba is not told to do without it."""
-    return "+avx512bf16" in _features() and "+avx512bw" in _features()
+    return "+avx512bf16" in features() and "+avx512bw" in features()
 
 
 def adds_integers() -> bool:
     """True if compiled code may use AVX512_VNNI, which adds products of pairs of 16-bit integers."""
-    return "+avx512vnni" in _features() and "+avx512bw" in _features()
-
-
-def has_many_registers() -> bool:
-    """True if compiled code may use AVX-512, whose 32 registers hold a vector of sixteen numbers each."""
-    return "+avx512f" in _features()
-
-
-@cache
-def _features() -> str:
-    """Return the features of this processor that compiled code may use, under LLVM's names."""
-    return str(cpu_target.target_context.codegen().magic_tuple())
+    return "+avx512vnni" in features() and "+avx512bw" in features()
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
@@ -98,7 +85,7 @@ class Emitter:
 
     def __init__(self, builder: ir.IRBuilder, layout: Layout, *, is_paired: bool) -> None:
         self.b, self.layout, self.is_paired = builder, layout, is_paired
-        self._has_halves = "+avx512fp16" in _features()
+        self._has_halves = "+avx512fp16" in features()
 
     def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
         """Yield each pair of the 32 inputs at `codes`, as one vector of pairs, or as two vectors of float32."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybridmem.memory.kernels.cpu.parts import has_many_registers, has_wide_products
 from hybridmem.models.products import (
     amx,
     blocked_kernels,
@@ -69,13 +70,13 @@ def _is_by_group(layout: Layout) -> bool:
 
 
 def _has_no_table(layout: Layout) -> bool:
-    return layout.table is None or integer_vectors.has_many_registers()
+    return layout.table is None or has_many_registers()
 
 
 KERNELS = {
     "tiles": Kernel(tile_kernels.product, None, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True),
     "pairs": Kernel(blocked_kernels.product, None, (_BF16,), _BF16, _multiplies_pairs_fastest),
-    "float32": Kernel(blocked_kernels.product, None, (_F32,), _F32, integer_vectors.has_many_registers),
+    "float32": Kernel(blocked_kernels.product, None, (_F32,), _F32, has_wide_products),
     "integers in tiles": Kernel(
         integer_tile_kernels.product, _has_exact_sums, (_BF16,), _BF16, _multiplies_tiles, has_tiles=True
     ),

@@ -23,7 +23,7 @@ import numpy as np
 from llvmlite import ir
 from numba import prange, types
 
-from hybridmem.memory.kernels.cpu.parts import compiled, get, subroutine, untyped_intrinsic
+from hybridmem.memory.kernels.cpu.parts import compiled, get, has_many_registers, subroutine, untyped_intrinsic
 from hybridmem.models.products import amx
 from hybridmem.models.products.epilogue import block_epilogue
 from hybridmem.models.products.integer_vectors import (
@@ -35,7 +35,6 @@ from hybridmem.models.products.integer_vectors import (
     I64,
     ZEROS,
     Emitter,
-    has_many_registers,
     in_every_lane,
     layout_of_codes,
 )

@@ -6,6 +6,7 @@ work at an address, so that a kernel can call them without making arrays.
 
 from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
 from hybridmem.memory.kernels.cpu.compiled import cache_folder, compiled, is_kept
+from hybridmem.memory.kernels.cpu.features import features, has_many_registers, has_wide_products
 from hybridmem.memory.kernels.cpu.norms import norm_parts_at, norm_row
 from hybridmem.memory.kernels.cpu.numbers import (
     array_at,
@@ -41,7 +42,10 @@ __all__ = [
     "convolve_at",
     "copy_",
     "element_at",
+    "features",
     "get",
+    "has_many_registers",
+    "has_wide_products",
     "inlined",
     "is_kept",
     "move",
