@@ -398,7 +398,7 @@ def compiled_ahead(spec: MemorySpec) -> set[str]:
         elif isinstance(memory, IndexSpec):
             names.add("choose_rows")
         else:
-            names.add("reproducible" if spec.reproducible else "paged_attention")
+            names.add("paged_attention")
         if isinstance(memory, AttentionSpec):
             names |= {"folded_rows"} if memory.storage is not None else set()
             names |= {"choose_pages"} if isinstance(memory.policy, Quest) else set()

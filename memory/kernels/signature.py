@@ -60,6 +60,17 @@ class PagedBatch:
     page_tokens: int
     layouts: dict[object, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
 
+    def first(self, n: int) -> PagedBatch:
+        """Return a batch of the first n requests alone."""
+        return replace(self, cu_seqlens=self.cu_seqlens[: n + 1], kv_lengths=self.kv_lengths[:n])
+
+    def only(self, i: int) -> PagedBatch:
+        """Return a batch of one request alone, whose queries are the first ones."""
+        cu_seqlens = self.cu_seqlens[i : i + 2] - self.cu_seqlens[i]
+        return replace(
+            self, cu_seqlens=cu_seqlens, kv_lengths=self.kv_lengths[i : i + 1], cu_pages=self.cu_pages[i : i + 2]
+        )
+
     def at(self, pages: Prepared) -> PagedBatch:
         """Return this batch with other page offsets. `layouts` stays, because it does not depend on these offsets."""
         moved = replace(self, pages=pages)

@@ -145,10 +145,11 @@ def test_the_kernel_reads_what_the_reference_reads(
         assert_kernel_close(expected[:1], alone)
 
 
-@pytest.mark.parametrize("group", [4, 24], ids=["several scales a row", "one"])
+@pytest.mark.parametrize("by_channel", [False, True])
+@pytest.mark.parametrize("group", [1, 4, 24], ids=["as many scales as channels", "several", "one"])
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_a_block_of_one_row_is_read_by_its_own_scales(bits: int, group: int) -> None:
-    folded = folded_rows(Quantized(bits, group=group), [1, 0, 1], 1, 2, 24, by_channel=False)
+def test_a_block_of_one_row_is_read_by_its_own_scales(bits: int, group: int, by_channel: bool) -> None:
+    folded = folded_rows(Quantized(bits, group=group), [1, 0, 1], 1, 2, 24, by_channel=by_channel)
     keys, values = torch.randn(2, 3 * 2 * 24)
     batch = PagedBatch(np.arange(4), np.ones(3, np.int64), torch.arange(3) * 2 * 24, np.arange(4), page_tokens=1)
     arguments = (torch.randn(3, 6, 24), keys, values, batch, 2, Scoring(0.3), folded)

@@ -20,11 +20,11 @@ from hybridmem.memory.kernels.cpu.mamba2 import SSDLayer
 from hybridmem.memory.kernels.cpu.matrix_states import matrix_scan
 from hybridmem.memory.kernels.cpu.norms import norm_parts, rms_norm
 from hybridmem.memory.kernels.cpu.page_choice import choose_pages
+from hybridmem.memory.kernels.cpu.query_attention import tree_attention
 from hybridmem.memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from hybridmem.memory.kernels.cpu.row_choice import choose_rows
 from hybridmem.memory.kernels.cpu.rows import plan_attention, plan_choice, prepare, read_rows, write_rows_
 from hybridmem.memory.kernels.cpu.stabiliser import stabilise
-from hybridmem.memory.kernels.cpu.tree_attention import tree_attention
 from hybridmem.memory.kernels.cpu.warm_up import warm_up
 
 __all__ = [

@@ -83,7 +83,7 @@ class ActivationPlanner:
     def _key_at(self, address: int) -> Hashable:
         return self.find(address) or address
 
-    def pack(self, calls: Calls, output: Tensor) -> tuple[Calls, Tensor, int]:
+    def pack(self, calls: Calls, output: Any) -> tuple[Calls, Any, int]:
         """Move all results into one block. Return the calls on this block, their output, and the bytes of the block."""
         lives = dict[int, list[int]]()
         for i, arguments in enumerate([*(arguments for _, arguments in calls), (output,)]):

@@ -47,7 +47,7 @@ _HEADS_AT_ONCE = 8
 _MANY = 16
 """With more segments than this a task has all heads of one, whose values in the tail are next to each other."""
 
-_AHEAD = 2048
+_AHEAD = 4096
 """How many bytes ahead of the read position cache lines of a state are prefetched from main memory."""
 
 _LEAST_LOG = np.float32(-69.0)
@@ -316,6 +316,10 @@ def _add_tail(ring, block, first_slot, ring_rows, n_heads, first, weights, count
             s0, s1, s2, s3 = splat(w0), splat(w1), splat(w2), splat(w3)
             begin, end = h * n_rows, (h + 1) * n_rows
             for r in range(begin, end - LANES + 1, LANES):
+                prefetch(ring, at0 + 4 * row + r)  # type: ignore[call-arg]
+                prefetch(ring, at1 + 4 * row + r)
+                prefetch(ring, at2 + 4 * row + r)
+                prefetch(ring, at3 + 4 * row + r)
                 y0 = multiply_add(s0, load(ring, at0 + r), load(y, r))
                 y0 = multiply_add(s1, load(ring, at1 + r), y0)
                 y0 = multiply_add(s2, load(ring, at2 + r), y0)
@@ -353,9 +357,9 @@ def _fold(
     start, _, first_slot, count, fold, first, n_own = span
     n_groups, n = keys_TGN.shape[1:]
     n_shared, width, n_values = n_heads // n_groups, n + SCALE_BYTES, n_own * n_rows
-    floats = np.empty(fold * (n + n_values) + n, np.float32)
+    floats = np.empty(fold * (n + n_values) + 2 * n, np.float32)
     own = _lent(floats)
-    keys, written, row = own[: fold * n], own[fold * n : fold * (n + n_values)], own[fold * (n + n_values) :]
+    keys, written, rows = own[: fold * n], own[fold * n : fold * (n + n_values)], own[fold * (n + n_values) :]
     _decays_behind(logs, fold, behind, whole)
     for j in range(fold):
         if j < count:
@@ -374,12 +378,15 @@ def _fold(
                     copy_(keys[j * n : (j + 1) * n], rings[0][at : at + n])
                 else:
                     copy_(keys[j * n : (j + 1) * n], keys_TGN[start + j - count, g])
-        for r in range(n_rows):
+        for r in range(0, n_rows, 2):
             number = (first + h) * n_rows + r
-            at = source + number * width if source >= 0 else -1
-            factor = whole[h] * scale_at(codes, at + n) if at >= 0 else _ZERO
-            _advance_row(codes, at, factor, keys, written, h * n_rows + r, n_values, fold, row)
-            encode_row(row, largest, codes, target + number * width, number, first_slot + fold)
+            at, other = (source + number * width if source >= 0 else -1), min(r + 1, n_rows - 1) - r
+            _advance_two_rows(codes, at, width, other, whole[h], keys, written, h * n_rows + r, n_values, fold, rows)
+            for e in range(0, 2 * width, 64):
+                prefetch(codes, target + number * width + e + _AHEAD)  # type: ignore[call-arg]
+            for i in range(other + 1):
+                place = target + (number + i) * width
+                encode_row(rows[i * n : (i + 1) * n], largest, codes, place, number + i, first_slot + fold)
     _keep(floats, floats)
 
 
@@ -390,31 +397,53 @@ def _scale_(x, factor):
 
 
 @subroutine()
-def _advance_row(codes, at, factor, keys, written, first, n_values, n_tokens, row):
-    """Set a row of a state to the old one, times a factor, plus what the tokens that fold have written.
+def _advance_two_rows(codes, at, width, other, factor, keys, written, first, n_values, n_tokens, rows):
+    """Set two rows of a state to the old ones, times a factor, plus what the tokens that fold have written.
 
-    A row of a state full of zeros has the factor 0, and nothing is read.
+    Each key is loaded once for both. `other` is 1, or 0 if there is no second row. A row of a state full of zeros is at
+    -1, and nothing is read.
     """
-    n, s = len(row), splat(factor)
+    n, s0, s1 = len(rows) // 2, splat(_ZERO), splat(_ZERO)
+    if at >= 0:
+        s0, s1 = splat(factor * scale_at(codes, at + n)), splat(factor * scale_at(codes, at + other * width + n))
     n_wide = n // (4 * LANES) * (4 * LANES)
-    reads = at >= 0
     for e in range(0, n_wide, 4 * LANES):
-        s0 = s1 = s2 = s3 = splat(_ZERO)
-        if reads:
-            s0, s1 = multiply(s, load_8_bits(codes, at + e)), multiply(s, load_8_bits(codes, at + e + LANES))
-            s2 = multiply(s, load_8_bits(codes, at + e + 2 * LANES))
-            s3 = multiply(s, load_8_bits(codes, at + e + 3 * LANES))
+        x0 = x1 = x2 = x3 = y0 = y1 = y2 = y3 = splat(_ZERO)
+        if at >= 0:
+            x, y = at + e, at + other * width + e
+            x0, x1 = multiply(s0, load_8_bits(codes, x)), multiply(s0, load_8_bits(codes, x + LANES))
+            x2 = multiply(s0, load_8_bits(codes, x + 2 * LANES))
+            x3 = multiply(s0, load_8_bits(codes, x + 3 * LANES))
+            y0, y1 = multiply(s1, load_8_bits(codes, y)), multiply(s1, load_8_bits(codes, y + LANES))
+            y2 = multiply(s1, load_8_bits(codes, y + 2 * LANES))
+            y3 = multiply(s1, load_8_bits(codes, y + 3 * LANES))
         for j in range(n_tokens):
-            weight, key = splat(written[j * n_values + first]), j * n + e
-            s0, s1 = multiply_add(weight, load(keys, key), s0), multiply_add(weight, load(keys, key + LANES), s1)
-            s2 = multiply_add(weight, load(keys, key + 2 * LANES), s2)
-            s3 = multiply_add(weight, load(keys, key + 3 * LANES), s3)
-        store(row, e, s0)
-        store(row, e + LANES, s1)
-        store(row, e + 2 * LANES, s2)
-        store(row, e + 3 * LANES, s3)
+            value, key = j * n_values + first, j * n + e
+            u0, u1 = splat(written[value]), splat(written[value + other])
+            k0, k1 = load(keys, key), load(keys, key + LANES)
+            k2, k3 = load(keys, key + 2 * LANES), load(keys, key + 3 * LANES)
+            x0, x1, x2, x3 = (
+                multiply_add(u0, k0, x0), multiply_add(u0, k1, x1), multiply_add(u0, k2, x2), multiply_add(u0, k3, x3)
+            )  # fmt: skip
+            y0, y1, y2, y3 = (
+                multiply_add(u1, k0, y0), multiply_add(u1, k1, y1), multiply_add(u1, k2, y2), multiply_add(u1, k3, y3)
+            )  # fmt: skip
+        store(rows, e, x0)
+        store(rows, e + LANES, x1)
+        store(rows, e + 2 * LANES, x2)
+        store(rows, e + 3 * LANES, x3)
+        store(rows, n + e, y0)
+        store(rows, n + e + LANES, y1)
+        store(rows, n + e + 2 * LANES, y2)
+        store(rows, n + e + 3 * LANES, y3)
     for e in range(n_wide, n, LANES):
-        s0 = multiply(s, load_8_bits(codes, at + e)) if reads else splat(_ZERO)
+        x0 = y0 = splat(_ZERO)
+        if at >= 0:
+            x0 = multiply(s0, load_8_bits(codes, at + e))
+            y0 = multiply(s1, load_8_bits(codes, at + other * width + e))
         for j in range(n_tokens):
-            s0 = multiply_add(splat(written[j * n_values + first]), load(keys, j * n + e), s0)
-        store(row, e, s0)
+            value, k0 = j * n_values + first, load(keys, j * n + e)
+            x0 = multiply_add(splat(written[value]), k0, x0)
+            y0 = multiply_add(splat(written[value + other]), k0, y0)
+        store(rows, e, x0)
+        store(rows, n + e, y0)

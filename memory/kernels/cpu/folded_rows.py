@@ -15,9 +15,11 @@ from torch import Tensor
 from hybridmem.memory.blocks.arrays import Int64s
 from hybridmem.memory.kernels.cpu.addresses import address_of, call_at
 from hybridmem.memory.kernels.cpu.compiled import compiled
+from hybridmem.memory.kernels.cpu.query_attention import NO_SINKS, biases_of
+from hybridmem.memory.kernels.cpu.query_tiles import add_tiles_, score_tiles
 from hybridmem.memory.kernels.cpu.rows import as_array, copy_
 from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, REDUCING, inlined, subroutine
-from hybridmem.memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
+from hybridmem.memory.kernels.cpu.softmax import BLOCK, find_rows, scale_, start_, weigh_unit_
 from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.cpu.vector_math import float_from_bits
 from hybridmem.memory.kernels.cpu.vectors import LANES, load_codes, load_float8, store
@@ -33,12 +35,14 @@ _NONE = np.zeros(0, np.uint16)
 
 
 def attend_few_folded(
-    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_requests: int, n_kv_heads: int,
-    scoring: Scoring, sinks: Prepared, bias_QHL: Prepared, folded: FoldedRows, out_THD: Tensor,
+    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring,
+    folded: FoldedRows, out_THD: Tensor,
 ) -> None:  # fmt: skip
-    """Attend for the first `n_requests` requests, and write their outputs into `out_THD`."""
-    counts, lengths = np.diff(batch.cu_seqlens), batch.kv_lengths + folded.lengths
-    use_threads(2 * q_THD[0].numel() * int((counts * lengths)[:n_requests].sum()))
+    """Attend from the requests of the batch, to which the first queries belong, and write into `out_THD`."""
+    sinks = NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H.contiguous())
+    bias_QHL = biases_of(scoring)
+    counts, lengths = np.diff(batch.cu_seqlens), batch.kv_lengths + folded.lengths[: len(batch.kv_lengths)]
+    use_threads(2 * q_THD[0].numel() * int((counts * lengths).sum()))
     flats = [as_array(flat) for flat in folded.flats]
     parts = [flat if flat.dtype == np.uint8 else flat.view(np.uint16) for flat in flats]
     key_codes, key_scales, key_lows, value_codes, value_scales, value_lows = (
@@ -48,7 +52,7 @@ def attend_few_folded(
     types = (part.dtype for part in (key_codes, key_scales, key_lows, value_codes, value_scales, value_lows))
     _attend_few(
         _attend_address(q.dtype, k.dtype, sinks.dtype, bias_QHL.dtype, *types), q, k, as_array(values),
-        batch.cu_seqlens[: n_requests + 1], batch.kv_lengths, as_array(batch.pages), batch.cu_pages, batch.page_tokens,
+        batch.cu_seqlens, batch.kv_lengths, as_array(batch.pages), batch.cu_pages, batch.page_tokens,
         n_kv_heads, np.float32(scoring.scale), np.float32(scoring.softcap or 0.0), sinks, bias_QHL,
         folded.storage.code_bits,
         key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, *_scale_shapes(folded),
@@ -83,7 +87,7 @@ def _attend_few(
 ):  # fmt: skip
     """Attend from all requests in several threads. A task is a request and one of its key/value heads.
 
-    Tasks are called by their address, as in `memory.kernels.cpu.attention`.
+    Tasks are called by their address, as in `memory.kernels.cpu.query_attention`.
     """
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     n_heads = q_THD.shape[1] // n_kv_heads
@@ -103,7 +107,8 @@ def _attend_task(
 ):  # fmt: skip
     """Attend from one request with the queries of one key/value head, over folded rows and then over pages."""
     head_dim = q_TR.shape[1] // (n_heads * n_kv_heads)
-    keys_fold, values_fold = _fold_of(bits, key_scale_shape, head_dim), _fold_of(bits, value_scale_shape, head_dim)
+    keys_fold = _BY_CHANNEL if _may_be_by_channel(bits, key_scale_shape, head_dim) else _fold_of(bits, key_scale_shape)
+    values_fold = _fold_of(bits, value_scale_shape)
     i, g = task // n_kv_heads, task % n_kv_heads
     n_folded, own = folded_lengths[i], blocks_GB[g if len(blocks_GB) > 1 else 0][cu_blocks[i] : cu_blocks[i + 1]]
     table = pages[cu_pages[i] : cu_pages[i + 1]]
@@ -111,7 +116,7 @@ def _attend_task(
     scales, lows = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
     row_scales, row_lows = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
     q_scaled, offsets = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads, np.float32)
-    places, rows = np.arange(BLOCK) * head_dim, np.empty(BLOCK, np.int64)
+    places, rows, counts = np.arange(BLOCK) * head_dim, np.empty(BLOCK, np.int64), np.empty(1, np.int64)
     scores = np.empty(n_heads * BLOCK, np.float32)
     highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
     q, out = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads * head_dim, np.float32)
@@ -125,57 +130,72 @@ def _attend_task(
             block, first = begin // block_rows, begin % block_rows
             n = min(BLOCK, n_folded - begin, block_rows - first)
             place = (own[block], g, block_rows, first, n, bits)
-            _decode(key_codes, key_scales, key_lows, key_scale_shape, place, scales, lows, floats)
+            _decode(key_codes, key_scales, key_lows, key_scale_shape, place, keys_fold, head_dim, floats)
             if keys_fold == _BY_CHANNEL:
                 _read_scales(key_scales, key_lows, key_scale_shape, place, scales, lows)
                 _scale_query_(q, scales, lows, q_scaled, offsets)
-                score_rows(q_scaled, floats, floats, places[:n], n_heads, head_dim, 0, scale, scores, False)
+                score_tiles(q_scaled, floats, floats, places[:n], n_heads, head_dim, scale, scores)
                 _add_offsets_(scores, n, offsets, scale)
             else:
-                score_rows(q, floats, floats, places[:n], n_heads, head_dim, 0, scale, scores, False)
+                score_tiles(q, floats, floats, places[:n], n_heads, head_dim, scale, scores)
                 if keys_fold == _BY_ROW:
                     _read_scales(key_scales, key_lows, key_scale_shape, place, row_scales, row_lows)
                     _scale_scores_(scores, n, q, row_scales, row_lows, scale)
-            weigh_(scores, n, out, highest, total, softcap, biases, n_folded + n_rows - 1 - begin)
-            _decode(value_codes, value_scales, value_lows, value_scale_shape, place, scales, lows, floats)
+            _weigh_(scores, n, out, highest, total, softcap, biases, n_folded + n_rows - 1 - begin)
+            _decode(value_codes, value_scales, value_lows, value_scale_shape, place, values_fold, head_dim, floats)
             if values_fold == _BY_ROW:
                 _read_scales(value_scales, value_lows, value_scale_shape, place, row_scales, row_lows)
                 _scale_weights_(scores, n, out, row_scales, row_lows)
-            add_values_(out, floats, places[:n], n_heads, head_dim, 0, scores)
+            counts[0] = n
+            add_tiles_(out, floats, places[:n], counts, n_heads, n_heads, head_dim, scores)
             begin += n
         for begin in range(0, n_rows, BLOCK):
             n = min(BLOCK, n_rows - begin)
             find_rows(table, begin, page_tokens, g, head_dim, rows[:n])
-            score_rows(q, keys, values, rows[:n], n_heads, head_dim, 0, scale, scores, True)
-            weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
-            add_values_(out, values, rows[:n], n_heads, head_dim, 0, scores)
+            score_tiles(q, keys, values, rows[:n], n_heads, head_dim, scale, scores)
+            _weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
+            counts[0] = n
+            add_tiles_(out, values, rows[:n], counts, n_heads, n_heads, head_dim, scores)
         for h in range(n_heads):
             scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
         copy_(out_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim], out)
 
 
 @subroutine()
-def _fold_of(bits, scale_shape, head_dim):
-    """Return how scales are applied: to each number, or to products with codes, by channel or by row.
-
-    Scales of a block of one row also have one row.
-    """
-    if bits == 0:
-        return _BY_NUMBER
-    if scale_shape[0] == 1 and scale_shape[1] == head_dim:
-        return _BY_CHANNEL
-    return _BY_ROW if scale_shape[1] == 1 else _BY_NUMBER
+def _weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):
+    """Replace the scores of all heads by weights."""
+    head_dim = len(out) // len(highest)
+    for h in range(len(highest)):
+        weigh_unit_(
+            scores[h * BLOCK : h * BLOCK + n], out[h * head_dim : (h + 1) * head_dim], highest, total, h, softcap,
+            bias_HL[h : h + 1].reshape(-1), distance,
+        )  # fmt: skip
 
 
 @subroutine()
-def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):
+def _may_be_by_channel(bits, scale_shape, head_dim):
+    """Return whether scales of keys can be applied by channel. Those of values never are.
+
+    A block of one row whose groups have one channel has such scales as well, and can be read either way.
+    """
+    return bits > 0 and scale_shape[0] == 1 and scale_shape[1] == head_dim
+
+
+@subroutine()
+def _fold_of(bits, scale_shape):
+    """Return how scales of groups are applied: to each number, or to products with codes, by row."""
+    return _BY_ROW if bits > 0 and scale_shape[1] == 1 else _BY_NUMBER
+
+
+@subroutine()
+def _decode(codes, halves, low_halves, scale_shape, place, fold, head_dim, out):
     """Decode rows [first, first + n) of head g in the block at byte `at`, as floats.
 
     Scales and lows are left out if a product is multiplied by them instead. The code has no slices, because making a
     slice takes as long as decoding 16 codes.
     """
     at, g, block_rows, first, n, bits = place
-    head_dim, scale_rows, scales_a_row = len(scales), scale_shape[0], scale_shape[1]
+    scale_rows, scales_a_row = scale_shape[0], scale_shape[1]
     code_bytes = head_dim if bits == 0 else head_dim * bits // 8
     code, n_bytes = np.uint64(at + (g * block_rows + first) * code_bytes), np.uint64(n * code_bytes)
     if bits == 0:
@@ -185,7 +205,7 @@ def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):
     else:
         for r in range(n):
             _row_(codes, code + np.uint64(r * code_bytes), bits, out, np.uint64(r * head_dim), np.uint64(code_bytes))
-    if bits > 0 and _fold_of(bits, scale_shape, head_dim) == _BY_NUMBER:
+    if bits > 0 and fold == _BY_NUMBER:
         n_channels = np.uint64(head_dim // scales_a_row)
         for r in range(n):
             of_row, row = np.uint64(at // 2 + (g * scale_rows + first + r) * scales_a_row), np.uint64(r * head_dim)

@@ -9,14 +9,30 @@ from __future__ import annotations
 import numpy as np
 
 from hybridmem.memory.kernels.cpu.numbers import get
-from hybridmem.memory.kernels.cpu.rules import ELEMENTWISE, subroutine
+from hybridmem.memory.kernels.cpu.rules import subroutine
 from hybridmem.memory.kernels.cpu.softmax import BLOCK
-from hybridmem.memory.kernels.cpu.vector_math import exp_f32, prefetch
+from hybridmem.memory.kernels.cpu.vector_math import prefetch
 from hybridmem.memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store, store_totals, total
 
-_ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
+_ZERO = np.float32(0.0)
 _0, _1, _2, _3, _4, _LANES, _LAST_LANE, _STRIDE = (np.uint64(i) for i in (0, 1, 2, 3, 4, LANES, LANES - 1, BLOCK))
-_LINE, _AHEAD, _MANY_UNITS = (np.uint64(i) for i in (16, 8, 32))
+_LINE, _AHEAD = (np.uint64(i) for i in (16, 8))
+MANY_UNITS = 32
+"""So many units take longer to compute than their rows take to load."""
+
+
+@subroutine()
+def widen_(source, rows, head_dim, target):
+    """Copy rows of keys or values as float32, one after the other, which is how `score_tiles` reads them."""
+    head_dim, o = np.uint64(head_dim), _0
+    whole = head_dim & ~_LAST_LANE
+    for r in range(len(rows)):
+        row = np.uint64(rows[r])
+        for e in range(_0, whole, _LANES):
+            store(target, o + e, load(source, row + e))
+        for e in range(whole, head_dim):
+            target[o + e] = get(source, row + e)
+        o += head_dim
 
 
 @subroutine()
@@ -30,7 +46,7 @@ def score_tiles(q, keys, values, rows, n_units, head_dim, scale, scores):
     for r in range(_0, n_fours, _4):
         a, b = np.uint64(rows[r]), np.uint64(rows[r + _1])
         c, d = np.uint64(rows[r + _2]), np.uint64(rows[r + _3])
-        if n_units < _MANY_UNITS:
+        if n_units < np.uint64(MANY_UNITS):
             for i in range(r, r + _4):
                 ahead = np.uint64(rows[min(i + _AHEAD, n - _1)])
                 for line in range(_0, head_dim, _LINE):
@@ -170,47 +186,3 @@ def _add_elements_(out, values, rows, first, n, u, head_dim, begin, weights):
         for r in range(first, n):
             x += weights[w + r] * get(values, np.uint64(rows[r]) + e)
         out[o + e] = x
-
-
-@subroutine(ELEMENTWISE)
-def weigh_unit_(scores, out, highest, total_of_all, u, softcap, bias, distance):
-    """Replace one unit's scores by weights relative to its highest score, and rescale its output and total to that.
-
-    It is `softmax.weigh_` of one head, with sums whose order does not depend on how the function is compiled.
-    """
-    n = len(scores)
-    if softcap > _ZERO:
-        for e in range(n):
-            scores[e] = softcap * (_ONE - _TWO / (_ONE + exp_f32(_TWO * scores[e] / softcap)))
-    if len(bias) > 0:
-        for e in range(n):
-            scores[e] += get(bias, min(distance - e, len(bias) - 1))
-    new_highest = highest[u]
-    for e in range(n):
-        new_highest = max(new_highest, scores[e])
-    if new_highest > highest[u]:
-        fade = exp_f32(highest[u] - new_highest)
-        for e in range(len(out)):
-            out[e] *= fade
-        total_of_all[u] *= fade
-        highest[u] = new_highest
-    if highest[u] == -np.inf:
-        for e in range(n):
-            scores[e] = _ZERO if scores[e] == -np.inf else np.float32(np.nan)
-    else:
-        shift = highest[u]
-        for e in range(n):
-            scores[e] = exp_f32(scores[e] - shift)
-    total_of_all[u] += _sum(scores)
-
-
-@subroutine()
-def _sum(x):
-    n = np.uint64(len(x))
-    whole, lanes, ones = n & ~_LAST_LANE, splat(_ZERO), splat(_ONE)
-    for e in range(_0, whole, _LANES):
-        lanes = multiply_add(load(x, e), ones, lanes)
-    found = total(lanes)
-    for e in range(whole, n):
-        found += x[e]
-    return found

@@ -10,9 +10,10 @@ from torch import Tensor
 from hybridmem.memory.kernels import checks
 from hybridmem.memory.kernels.cpu.compiled import compiled
 from hybridmem.memory.kernels.cpu.page_choice import select_
+from hybridmem.memory.kernels.cpu.query_tiles import score_tiles
 from hybridmem.memory.kernels.cpu.rows import as_array
 from hybridmem.memory.kernels.cpu.rules import subroutine
-from hybridmem.memory.kernels.cpu.softmax import BLOCK, find_rows, score_rows
+from hybridmem.memory.kernels.cpu.softmax import BLOCK, find_rows
 from hybridmem.memory.kernels.cpu.threads import use_threads
 from hybridmem.memory.kernels.signature import PagedBatch, Prepared
 
@@ -69,7 +70,7 @@ def _score_some(q_TE, w_TH, keys, table, page_tokens, n_heads, head_dim, scale, 
         for t in range(len(q_TE)):
             own = min(n, ends_T[t] - begin)
             if own > 0:
-                score_rows(q_TE[t], keys, keys, rows[:own], n_heads, head_dim, 0, scale, products, True)
+                score_tiles(q_TE[t], keys, keys, rows[:own], n_heads, head_dim, scale, products)
                 _weigh(products, w_TH[t], scores_TR[t, begin : begin + own])
 
 

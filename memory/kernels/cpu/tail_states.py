@@ -17,7 +17,9 @@ from hybridmem.memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, 
 from hybridmem.memory.kernels.signature import Prepared, StateSlots, Tail
 
 AT_ONCE = 128
-"""How many channels a task has."""
+"""A task of a scan has so many channels."""
+_CONVOLVED_AT_ONCE = 512
+"""A task of a convolution has so many channels, because it has less to do with each of them than a task of a scan."""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
@@ -41,10 +43,10 @@ def convolve(
 ):  # fmt: skip
     """Convolve tokens after a tail whose ring holds whole rows (R). The first channels of a row are convolved."""
     n_taps, n_channels = weight_WE.shape
-    n_chunks = -(-n_channels // AT_ONCE)
+    n_chunks = -(-n_channels // _CONVOLVED_AT_ONCE)
     for task in prange((len(cu_rows) - 1) * n_chunks):
-        i, first = task // n_chunks, (task % n_chunks) * AT_ONCE
-        last = min(first + AT_ONCE, n_channels)
+        i, first = task // n_chunks, (task % n_chunks) * _CONVOLVED_AT_ONCE
+        last = min(first + _CONVOLVED_AT_ONCE, n_channels)
         start, count, fold, width = cu_rows[i], counts[i], folds[i], last - first
         n_seen = n_taps - 1 + count + cu_rows[i + 1] - start
         # The inputs seen so far, oldest first, are the window, the tail and the new rows.

@@ -160,6 +160,30 @@ def largest_of(typing_context, sizes):
 
 
 @untyped_intrinsic
+def higher(typing_context, x, y):
+    """Return the higher of x and y, lane by lane. Where y is NaN, x is returned."""
+
+    def codegen(context, builder, signature, arguments):
+        return _higher(builder, *arguments)
+
+    return _float32x16(x, y), codegen
+
+
+@untyped_intrinsic
+def highest_of(typing_context, x):
+    """Return the highest lane of x, which has no NaN."""
+
+    def codegen(context, builder, signature, arguments):
+        x = arguments[0]
+        while x.type.count > 1:
+            half = x.type.count // 2
+            x = _higher(builder, *(_shuffle(builder, x, x, list(range(first, first + half))) for first in (0, half)))
+        return builder.extract_element(x, _INDEX(0))
+
+    return types.float32(x), codegen
+
+
+@untyped_intrinsic
 def multiply(typing_context, x, y):
     def codegen(context, builder, signature, arguments):
         return builder.fmul(*arguments)
@@ -216,6 +240,10 @@ def _halved(builder: ir.IRBuilder, x: ir.Value, n_parts: int) -> ir.Value:
 def _sum_of_halves(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, n_parts: int, part: int) -> ir.Value:
     firsts = [part * p + lane for p in range(n_parts) for lane in range(part // 2)]
     return builder.fadd(_shuffle(builder, x, y, firsts), _shuffle(builder, x, y, [lane + part // 2 for lane in firsts]))
+
+
+def _higher(builder: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered(">", y, x), y, x)
 
 
 def _in_every_lane(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:

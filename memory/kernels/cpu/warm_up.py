@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hybridmem.memory.blocks.staging import place
-from hybridmem.memory.kernels.cpu import progress, reproducible
+from hybridmem.memory.kernels.cpu import progress
 from hybridmem.memory.kernels.cpu.attention import paged_attention
 from hybridmem.memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from hybridmem.memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
@@ -45,10 +45,6 @@ def _batch() -> PagedBatch:
 
 def _attend(flat: Tensor, folded: FoldedRows | None = None) -> None:
     paged_attention(flat[:2].view(1, 1, 2), flat, flat, _batch(), 1, Scoring(1.0), folded)
-
-
-def _attend_by_row(flat: Tensor) -> None:
-    reproducible.paged_attention(flat[:2].view(1, 1, 2), flat, flat, _batch(), 1, Scoring(1.0))
 
 
 def _attend_folded(flat: Tensor) -> None:
@@ -131,7 +127,6 @@ _RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
     "folded_rows": (8.5, _attend_folded),
     "matrix_scan": (6.5, _scan_matrices),
     "paged_attention": (6, _attend),
-    "reproducible": (6, _attend_by_row),
     "choose_rows": (4, _choose_rows),
     "choose_pages": (3, _choose_pages),
     "wkv4": (3, _scan_three_sums),
@@ -151,9 +146,9 @@ The longest come first. The function takes numbers of the memory's dtype. States
 NAMES = tuple(_RUNS)
 """The names of what can be compiled ahead.
 
-They are the functions of `Kernels`, and seven more: "rows" copies rows, "folded_rows" is attention over what a storage
-keeps, "reproducible" is that of `memory.kernels.cpu.reproducible`, and "int8_states", "float8_states", "int8_channels"
-and "float8_channels" run over matrices and channels of 8 bits.
+They are the functions of `Kernels`, and six more: "rows" copies rows, "folded_rows" is attention over what a storage
+keeps, and "int8_states", "float8_states", "int8_channels" and "float8_channels" run over matrices and channels of 8
+bits.
 """
 
 _HELPER_SECONDS = 4

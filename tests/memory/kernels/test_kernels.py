@@ -323,6 +323,21 @@ def test_a_block_of_rows_that_all_score_minus_infinity_has_no_weight(kernels: Ke
     assert_kernel_close(pages.attend(kernels), pages.expected())
 
 
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_a_query_of_which_all_scores_are_minus_infinity_has_no_result(
+    kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is so however many queries there are, and whichever kernel attends from them."""
+    pages = Pages(2, 1, 1, 4, lengths=(3, 40), histories=(0, 0))
+    pages.q.abs_()
+    for page in pages.batch.pages.tolist():
+        pages.arena[page : page + pages.values_at] = -torch.inf
+    for few, most in ((0, 0), (0, 512), (64, 512)):
+        monkeypatch.setattr(attention, "_FEW_QUERIES", few)
+        monkeypatch.setattr(attention, "_MOST_IN_PLACE", most)
+        assert pages.attend(kernels).isnan().all()
+
+
 def test_attention_is_the_same_bits_alone_and_among_others() -> None:
     pages = Pages(n_heads=6, n_kv_heads=2, head_dim=20, page_tokens=4)
     together = pages.attend(cpu)

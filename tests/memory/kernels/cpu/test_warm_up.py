@@ -30,11 +30,11 @@ module = sys.modules["hybridmem.memory.kernels.cpu.warm_up"]
 EVERY_KERNEL = """
 import sys
 from hybridmem.memory import HybridMemory
-from hybridmem.memory.kernels.cpu import attention, channel_states, mamba2, matrix_states, norms, recurrences, rows
-from hybridmem.memory.kernels.cpu import stabiliser, warm_up
+from hybridmem.memory.kernels.cpu import channel_states, mamba2, matrix_states, norms, query_attention, recurrences
+from hybridmem.memory.kernels.cpu import rows, stabiliser, warm_up
 from hybridmem.models import load_model
 
-kernels = [attention._attend_few, recurrences.convolve_at, recurrences.scan_at]
+kernels = [query_attention._attend_all, recurrences.convolve_at, recurrences.scan_at]
 kernels += [rows._read_rows, rows._write_rows, rows._gather_rows]
 kernels += [channel_states.softplus_rows, channel_states._linear_scan, channel_states._wkv4]
 kernels += [stabiliser._stabilise, matrix_states.scan_states, norms._rms_norm, mamba2._ssd]
