@@ -66,8 +66,9 @@ class AttentionLayer:
         return self.mixer.specs
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
-        x_TM = x_TM + self.mixer(x_TM, step)
-        return x_TM + self.norm(self.mlp(x_TM))
+        dtype = self.norm.weight_M.dtype  # The residual stream may have more bits than the layer's rows.
+        x_TM = x_TM + self.mixer(x_TM.to(dtype), step)
+        return x_TM + self.norm(self.mlp(x_TM.to(dtype)))
 
 
 def load_attention(

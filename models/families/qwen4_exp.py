@@ -63,7 +63,8 @@ class Qwen4Exp(Decoder):
                     n_copies=1 if i else text.hc_count,
                 )
             )
-        super().__init__(text, checkpoint, vocabulary, layers, streams("hyper_connection_mixer", adds=False))
+        last = streams("hyper_connection_mixer", adds=False)
+        super().__init__(text, checkpoint, vocabulary, layers, last, residual_dtype=checkpoint.dtype)
         if hasattr(config, "vision_config"):
             self.see(pictures_below(GridSight(config), config, checkpoint))
 

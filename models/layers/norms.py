@@ -85,4 +85,4 @@ class LayerNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight_M.shape, self.weight_M, self.bias_M, self.eps)
+        return F.layer_norm(x.to(self.weight_M.dtype), self.weight_M.shape, self.weight_M, self.bias_M, self.eps)

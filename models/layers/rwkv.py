@@ -80,7 +80,7 @@ class RWKVLayer:
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         if self.first_norm is not None:
-            x_TM = self.first_norm(x_TM)
+            x_TM = self.first_norm(x_TM).to(x_TM.dtype)
         for norm, mixer in (self.time_mix, self.channel_mix):
             x_TM = x_TM + mixer(norm(x_TM), step)
         return x_TM if self.scale == 1.0 else x_TM * self.scale

@@ -25,6 +25,7 @@ from hybridmem.models.weights.coded import CodedTensor
 from tests.extent import few_cases, named
 from tests.inside import store_of
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
+from tests.models.routing import alike, with_choices
 from tests.models.test_from_transformers import ONE_OF_EACH
 from tests.subjects import IS_FULL, feed_together
 from tests.tolerances import assert_logits_close, assert_split_close
@@ -205,19 +206,17 @@ def test_any_split(pair: Pair, splits: list[set[int]]) -> None:
 
 @few_cases
 @in_bfloat16
-def test_bfloat16_is_close(pair: Pair) -> None:
-    model = load_model(pair.folder, dtype="bfloat16")
-    memory = pair.memory(model)
-    sequence, logits = memory.open(), []
-    for tokens in (TOKENS[:20], TOKENS[20:21], TOKENS[21:]):
-        with memory.step({sequence: tokens}, outputs="all") as step:
-            logits.append(model(step))
-    assert logits[0].dtype == torch.float32, "the head's sums are not rounded"
+def test_bfloat16_is_close(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, steps = load_model(pair.folder, dtype="bfloat16"), (TOKENS[:20], TOKENS[20:21], TOKENS[21:])
+    logits, experts = with_choices(model, pair.memory(model), steps, monkeypatch)
+    assert logits.dtype == torch.float32, "the head's sums are not rounded"
     indexes = [m.n_chosen for _, m in pair.model.memory_spec.of_kind("index")]
-    # Where an index chooses, 16 bits choose other rows of close scores, as in transformers. First tokens read all rows.
-    n_compared = min(indexes, default=len(TOKENS))
-    assert_logits_close(torch.cat(logits)[:n_compared], pair.expected[:n_compared], torch.bfloat16)
-    assert torch.isfinite(torch.cat(logits)).all()
+    # Where an index or a router chooses, 16 bits choose other rows or experts of close scores, as in transformers. The
+    # first tokens read all rows.
+    _, expected_experts = with_choices(pair.model, pair.memory(), steps, monkeypatch)
+    same = alike(experts, expected_experts)[: min(indexes, default=len(TOKENS))].nonzero()[:, 0]
+    assert_logits_close(logits[same], pair.expected[same], torch.bfloat16)
+    assert torch.isfinite(logits).all()
 
 
 @few_cases
