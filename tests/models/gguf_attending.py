@@ -219,6 +219,8 @@ def _glm5_next(config: dict[str, Any], tensors: Tensors) -> Written:
     arch, fields, written = _delta_attention(config | as_kimi, rest, experts="mlp")
     fields |= _index_fields(config) | {
         "attention.indexer.kpool": config["index_kpool"], "attention.layer_norm_epsilon": 1e-6,
+        "attention.indexer.kpool_select_tail": config["index_kpool_always_select_tail"],
+        "attention.indexer.types": [kind == "full" for kind in config["indexer_types"]],
         "kda.gate_lower_bound": config["linear_lower_bound"], "hyper_connection.count": config["hc_mult"],
         "hyper_connection.sinkhorn_iterations": config["hc_sinkhorn_iters"],
         "hyper_connection.epsilon": config["hc_eps"], "expert_weights_norm": config["norm_topk_prob"],

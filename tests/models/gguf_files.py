@@ -32,7 +32,7 @@ from tests.models.gguf_attending import (
 )
 
 _ONLY_F32 = r"(norm|conv1d(_[qkv])?|conv|ffn_gate_inp|time_mix_(w1|w2|lerp_fused))\.weight$"
-_NEWER = {"bailing_hybrid": "bailingmoe3", "deepseek_v32": "deepseek32", "glm5_next": "glm5next"}
+_NEWER = {"bailing_hybrid": "bailingmoe3", "deepseek_v32": "deepseek32", "glm5_next": "glm5-next"}
 """Types of models whose architecture the `gguf` package does not name, and what llama.cpp calls it."""
 
 

@@ -129,7 +129,12 @@ _LARGEST_GEMMAS = {"gemma2": 46, "gemma3": 62}
 
 
 def _gemma2(file: GgufFile) -> Fields:
-    return _gemma(file, period=2) | {"sliding_window": file.own("attention.sliding_window", 4096)}
+    """Return the fields of Gemma 2. The first files lacked its bounds, and llama.cpp has the same for such files."""
+    return _gemma(file, period=2) | {
+        "sliding_window": file.own("attention.sliding_window", 4096),
+        "attn_logit_softcapping": file.own("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": file.own("final_logit_softcapping", 30.0),
+    }
 
 
 def _gemma3(file: GgufFile) -> Fields:
@@ -388,6 +393,8 @@ _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "gemma2": ("Gemma2ForCausalLM", "gemma2", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", "gemma3_text", _gemma3),
     "glm-dsa": ("GlmMoeDsaForCausalLM", "glm_moe_dsa", glm_moe_dsa),
+    "glm5-next": ("Glm5NextForConditionalGeneration", "glm5_next", glm5_next),
+    # Files from before llama.cpp read them have this name.
     "glm5next": ("Glm5NextForConditionalGeneration", "glm5_next", glm5_next),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
     "jamba": ("JambaForCausalLM", "jamba", _jamba),

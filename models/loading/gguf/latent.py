@@ -144,15 +144,18 @@ def deepseek32(file: GgufFile) -> Fields:
 
 def glm_moe_dsa(file: GgufFile) -> Fields:
     """Return the fields of GLM-5, where a layer without an index of its own reads what the last index chose."""
-    n_layers = count_layers(file)
     has_index = file.own("attention.indexer.types", is_needed=False)
     if has_index is None:
-        has_index = [f"blk.{i}.indexer.attn_k.weight" in file for i in range(n_layers)]
-    return deepseek32(file) | {"indexer_types": ["full" if has else "shared" for has in has_index[:n_layers]]}
+        has_index = [f"blk.{i}.indexer.attn_k.weight" in file for i in range(count_layers(file))]
+    return deepseek32(file) | {"indexer_types": _indexer_types(file, has_index)}
+
+
+def _indexer_types(file: GgufFile, has_index: list[bool]) -> list[str]:
+    return ["full" if has else "shared" for has in has_index[: count_layers(file)]]
 
 
 def glm5_next(file: GgufFile) -> Fields:
-    """Return the fields of GLM-5.3, whose layers of attention have an index each, and rotate nothing."""
+    """Return the fields of GLM-5.3, which rotates nothing. Each layer has an index unless the file says otherwise."""
     fields = _delta_attention(file)
     _check_shared(file, fields)
     eps = float(file.own("attention.layer_norm_epsilon", _INDEX_EPS))
@@ -164,11 +167,14 @@ def glm5_next(file: GgufFile) -> Fields:
         "linear_attention" if kind == "linear_attention" else "indexed_attention" for kind in fields["layer_types"]
     ]
     return fields | _index(file) | {
-        "layer_types": kinds, "indexer_types": ["full"] * len(kinds), "swiglu_limit": _clamp(file),
-        "index_kpool": file.own("attention.indexer.kpool"), "max_position_embeddings": file.own("context_length"),
+        "layer_types": kinds, "swiglu_limit": _clamp(file), "max_position_embeddings": file.own("context_length"),
+        "indexer_types": _indexer_types(file, file.own("attention.indexer.types", [True] * len(kinds))),
+        "index_kpool": file.own("attention.indexer.kpool"),
+        "index_kpool_always_select_tail": file.own("attention.indexer.kpool_select_tail", default=True),
         "linear_num_heads": fields["num_attention_heads"], "linear_head_dim": file.own("kda.head_dim"),
         "linear_conv_kernel_dim": file.own("ssm.conv_kernel"),
-        "linear_lower_bound": float(file.own("kda.gate_lower_bound")), "hc_mult": file.own("hyper_connection.count"),
+        "linear_lower_bound": file.own("kda.gate_lower_bound", is_needed=False),
+        "hc_mult": file.own("hyper_connection.count"),
         "hc_sinkhorn_iters": file.own("hyper_connection.sinkhorn_iterations"),
         "hc_eps": float(file.own("hyper_connection.epsilon")),
         "norm_topk_prob": bool(file.own("expert_weights_norm", default=False)),

@@ -43,7 +43,9 @@ _PARTS_OF_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
-_TABLES = {"bailingmoe3": "kimi-linear", "deepseek32": "glm-dsa", "glm5next": "kimi-linear"}
+_GLM5_NEXT = ("glm5-next", "glm5next")
+
+_TABLES = {"bailingmoe3": "kimi-linear", "deepseek32": "glm-dsa", **dict.fromkeys(_GLM5_NEXT, "kimi-linear")}
 """Maps architectures that the package has no table for to those whose table has their names, or most of them."""
 
 _OF_GLM5_NEXT = {
@@ -70,7 +72,7 @@ def table_of(architecture: str) -> str:
 
 def name_in_no_table(architecture: str, name: str) -> str | None:
     """Return a file's name of a tensor that no table has, given what `known_name` returns; None if there is none."""
-    match = _IN_LAYER.fullmatch(name) if architecture == "glm5next" else None
+    match = _IN_LAYER.fullmatch(name) if architecture in _GLM5_NEXT else None
     if match is None or match[2] not in _OF_GLM5_NEXT:
         return None
     return f"blk.{match[1]}.{_OF_GLM5_NEXT[match[2]]}"

@@ -32,6 +32,7 @@ from hybridmem.models.loading.gguf import GgufFile, configs, read_gguf_config
 from hybridmem.models.loading.gguf.header import Header
 from hybridmem.models.loading.load import dry_model, open_model, weight_bytes
 from tests.extent import few_cases, one_in, only_in_long, pick
+from tests.models import gguf_files
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.families.vocabulary import HEADS, SIZES
 from tests.models.gguf_files import write_gguf
@@ -97,11 +98,9 @@ def config_in_a_file(name: str) -> PreTrainedConfig:
             rope.pop(part, None)
     if config.model_type == "deepseek_v32":
         config.attention_bias = False  # llama.cpp supports no other value.
-    # llama.cpp supports no other values, and each attention layer has an index of its own.
     if config.model_type == "glm5_next":
         text = config.text_config
-        text.attention_bias, text.linear_num_heads, text.linear_lower_bound = False, text.num_attention_heads, -1.0
-        text.indexer_types = ["full"] * len(text.indexer_types)
+        text.attention_bias, text.linear_num_heads = False, text.num_attention_heads  # llama.cpp supports no others.
     if config.model_type == "kimi_linear":
         config.n_group, config.norm_topk_prob = 1, True
     if config.model_type == "olmo3":
@@ -146,6 +145,16 @@ def test_falcon_h1_whose_factors_are_in_its_weights(tmp_path: Path) -> None:
     expected = logits(load_model(folder))
     found = logits(load_model(write_gguf(folder, tmp_path / "model.gguf")))
     assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_gemma2_bounds_scores_and_logits_where_a_file_does_not_say_so(tmp_path: Path) -> None:
+    """The first files lacked these bounds, which are those of all published models, and llama.cpp's defaults."""
+    config = config_in_a_file("gemma2")
+    config.attn_logit_softcapping, config.final_logit_softcapping = 50.0, 30.0
+    folder = write_checkpoint(tmp_path, config)
+    without = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    found = read_gguf_config(GgufFile(write_gguf(folder, tmp_path / "model.gguf", **without)))
+    assert (found.attn_logit_softcapping, found.final_logit_softcapping) == (50.0, 30.0)
 
 
 def test_olmo2_is_read_as_olmo3_without_windows(tmp_path: Path) -> None:
@@ -273,6 +282,7 @@ def test_options_of_ling_that_are_not_implemented_are_named(changed: dict[str, A
 @only_in_long
 @pytest.mark.parametrize("name, changed, match", [
     ("glm5-next", {"expert_gating_func": 1}, "something else than sigmoids"),
+    ("glm5-next", {"attention.indexer.kpool_select_tail": False}, "index_kpool_always_select_tail=False"),
     ("glm5-next", {"expert_shared_feed_forward_length": 5}, "expert_shared_feed_forward_length=5"),
     ("glm5-next", {"swiglu_clamp_exp": [0.7, 0.7, 7.0]}, r"by several bounds .*7\.0\]"),
     ("glm5-next", {"attention.layer_norm_epsilon": 1e-5}, "layer_norm_epsilon=.*; implemented is 1e-06"),
@@ -285,6 +295,15 @@ def test_options_of_models_with_an_index_that_are_not_implemented_are_named(
     path = write_gguf(write_checkpoint(tmp_path, CONFIGS[name]()), tmp_path / "model.gguf", **changed)
     with pytest.raises(UnsupportedModelError, match=match):
         load_model(path)
+
+
+def test_glm5_next_has_another_name_in_files_from_before_llama_cpp_read_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path, config_in_a_file("glm5-next"))
+    expected = logits(load_model(write_gguf(folder, tmp_path / "model.gguf")))
+    monkeypatch.setitem(gguf_files._NEWER, "glm5_next", "glm5next")
+    assert torch.equal(logits(load_model(write_gguf(folder, tmp_path / "older.gguf"))), expected)
 
 
 def test_layers_that_share_an_index_are_those_without_its_tensors_where_a_file_does_not_say(tmp_path: Path) -> None:
