@@ -32,10 +32,12 @@ from hybridmem.memory.step_checks import check_scale, check_scoring, check_serve
 Outputs = Literal["last", "all"]
 Rows = Outputs | tuple[int, ...]  # A tuple says for each request how many of its last tokens have outputs.
 
-FEW_TOKENS = 16
+FEW_TOKENS, FEW_OUTPUTS = 16, 32
 """A step of a model is recorded if its requests have at most this many tokens, unless the caller says otherwise.
 
-The kernels of longer steps take so long that launching them costs little in comparison.
+The kernels of longer steps take so long that launching them costs little in comparison. Of steps that return more than
+their last rows, such as those that verify drafts, the second number counts: their lengths recur more often than those
+of prompts.
 """
 
 
@@ -139,7 +141,8 @@ class Step:
         try:
             if error is not None:
                 return
-            self._check_served()
+            if self.owner.spec.device.type != "meta":
+                check_served(self._places, self._served)
             if self.tokens.late is not None:
                 self.tokens.arrive(self.sequences, self.owner.spec.vocab_size)
                 packed.token_ids[output_rows(packed, "all")] = self.tokens.flat
@@ -342,14 +345,16 @@ class Step:
 
     # Recordings (`memory.recorded`) call the methods below.
 
-    def layout(self, most_tokens: int = FEW_TOKENS) -> Hashable | None:
+    def layout(self, most_tokens: int | None = None) -> Hashable | None:
         """Return a key for recordings of this step.
 
         Steps with the same key launch the same kernels at the same addresses. None: this step cannot be replayed, or a
-        request has more than `most_tokens` tokens.
+        request has more than `most_tokens` tokens, by default `FEW_TOKENS` or `FEW_OUTPUTS`.
         """
         opened = self._entered()
         counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
+        if most_tokens is None:
+            most_tokens = FEW_TOKENS if self.outputs == "last" else FEW_OUTPUTS
         is_of_few = counts[0] <= most_tokens and (counts == counts[0]).all() and not self._soft_runs
         if place is None or self._served or not is_of_few or not self.owner.layers.can_capture(opened.plans):
             return None
@@ -483,12 +488,6 @@ class Step:
                 "once in each: make another step for the next tokens"
             )
         return place, opened.plans[place.group]
-
-    def _check_served(self) -> None:
-        """Raise StepError if a layer memory was not used in this step, for it would lack these tokens for ever."""
-        if self.owner.spec.device.type == "meta":
-            return
-        check_served(self._places, self._served)
 
 
 class _WatchedStep(Step):

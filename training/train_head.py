@@ -75,7 +75,8 @@ class States:
         """Return what the head reads of each token, the rows of several layers: (B, T, len(READS) * M)."""
         sequences = [self._memory.open() for _ in ids_BT]
         with self._memory.step(dict(zip(sequences, ids_BT.tolist(), strict=True))) as step:
-            rows = step.select(self._rows(step), "all")
+            _, rows_TR = self._rows(step)
+            rows = step.select(rows_TR, "all")
         for sequence in sequences:
             self._memory.close(sequence)
         return rows.view(*ids_BT.shape, -1)

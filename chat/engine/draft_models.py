@@ -7,7 +7,8 @@ grammar as the model itself. Where both models agree on the probabilities, the d
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -41,11 +42,13 @@ class JobDrafter(Protocol):
         drafts_at_once: whether one step of the drafter drafts all tokens of a draft. If not, each token takes one.
         noted: the rows and seconds of each step that the drafter made in the last call of `draft`.
         texts: what it remembers of texts beyond their jobs. None: nothing.
+        following_seconds: how long it has followed texts so far, in calls other than `draft`.
     """
 
     most_drafted: int
     drafts_at_once: bool
     noted: list[tuple[int, float]]
+    following_seconds: float
     texts: RememberedTexts | None
 
     def check(self, memory: HybridMemory, tokenizer: Tokenizer | None) -> None:
@@ -58,6 +61,14 @@ class JobDrafter(Protocol):
         Args:
             running: returns the jobs that may be in the step.
         """
+        ...
+
+    def pause(self) -> None:
+        """Follow no texts until `resume` is called, because drafts do not pay. There are no drafts until then."""
+        ...
+
+    def resume(self) -> None:
+        """Follow texts again, from the next request on."""
         ...
 
     def n_behind(self, job: Job) -> int | None:
@@ -174,6 +185,7 @@ class ModelDrafter:
         self.model, self.memory, self.prefixes = model, memory, prefixes
         self.most_drafted = memory.rollback_window
         self.noted: list[tuple[int, float]] = []
+        self.following_seconds = 0.0
         self._tokenizer, self._step_tokens = tokenizer, step_tokens
         self.texts = None if prefixes is None else RememberedTexts(prefixes, self._first_token)
         self._vocab_size = memory.spec.vocab_size
@@ -190,6 +202,12 @@ class ModelDrafter:
 
     def watch(self, model: LanguageModel, running: Callable[[], Iterable[Job]]) -> LanguageModel:
         return model
+
+    def pause(self) -> None:
+        """Do nothing, because texts are fed only where they get drafts."""
+
+    def resume(self) -> None:
+        """Do nothing, as `pause`."""
 
     def n_behind(self, job: Job) -> int | None:
         if job in self._left_out:
@@ -215,13 +233,22 @@ class ModelDrafter:
 
     def forget(self, job: Job) -> None:
         self._left_out.clear()  # There is more room now.
-        with uninterrupted():
+        with self._following(), uninterrupted():
             follower = self._followers.pop(job, None)
             if follower is None or follower.sequence.closed:
                 return
             if self.texts is not None and not follower.sequence.is_swapped:
                 self._remember(job, follower, self.texts)
             self.memory.close(follower.sequence)
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Count the time in which texts are followed."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.following_seconds += time.perf_counter() - started
 
     def _swap_with_jobs(self) -> None:
         """Swap out the sequences of jobs that are preempted. They are swapped in when the job drafts again."""

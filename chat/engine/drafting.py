@@ -6,7 +6,6 @@ smaller model (`chat.engine.draft_models`). None changes what a reply says.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,15 +16,16 @@ from hybridmem.chat.engine.draft_models import Drafts, JobDrafter
 from hybridmem.chat.engine.pace import LOST_SHARE, MARGIN, TRIED_SHARE, Ledger, Pace
 from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.engine.text_drafts import Rate, TextDrafts, lengths_of
-from hybridmem.chat.engine.token_trees import TokenTree, branch, has_branch_at, n_first
+from hybridmem.chat.engine.token_trees import TokenTree, branch, has_branch_at, n_first, takes_trees
 from hybridmem.chat.prompts import Tokenizer
 from hybridmem.chat.sampling.guesses import Guess
 from hybridmem.memory import HybridMemory, SpecError
 from hybridmem.memory.blocks import read_count
 
-_LOG = logging.getLogger("hybridmem.chat")
-MOST_DRAFTED = 32
-"""A draft has at most this many tokens."""
+MOST_DRAFTED = 31
+"""A draft has at most this many tokens. With the token before it, these are 32 rows, the most that `models.products`
+multiplies by the kernels for few rows.
+"""
 _PROBED = 3
 """A draft that only measures what drafts cost, or tests whether a drafter is right, has this many tokens. Every other
 draft of a text has twice as many.
@@ -33,8 +33,8 @@ draft of a text has twice as many.
 _PROBED_RATE = 0.6
 """What drafts from texts cost is measured when this share of them would have been right."""
 _LOOKING_SHARE, _LONGEST_REST = 0.005, 32
-"""Looking for drafts that are not found may take this share of the time. Otherwise some steps go without, at most so
-many in a row.
+"""Looking for drafts that are not found may take this share of the time, beyond what drafts of texts have saved.
+Otherwise some steps go without, at most so many in a row.
 """
 _FREE_STEPS = 4
 """Drafts from texts may lose the time of so many steps before a share of the time counts."""
@@ -48,6 +48,8 @@ _OF_MODELS = 0.7
 """The expected share of right tokens of a model before any draft was verified."""
 _TRIED_JOBS, _TRIED_STEPS = 2, 8
 """A trial of a drafter drafts for so many generations, in so many steps."""
+_LONGEST_TRIAL = 256
+"""A trial that has not come to its end after so many steps, because no generation could get drafts, has ended."""
 _MODEL_REST = 15
 """After a step in which no draft paid, this many steps go without."""
 _LENGTHS = (1, 2, 3, 4, 6, 8)
@@ -135,7 +137,7 @@ class Drafting:
         self._adapts = speculation.adapts
         self._drafter = speculation.drafter
         self._branches = read_count("branches", speculation.branches, 1)
-        if self._branches > 1 and (not self._most or not _takes_trees(memory)):
+        if self._branches > 1 and (not self._most or not takes_trees(memory)):
             self._branches = 1
         if self._drafter is not None:
             if not self._most:
@@ -143,17 +145,21 @@ class Drafting:
             self._drafter.check(memory, tokenizer)
         self._pace = Pace()
         self._texts, self._text_ledger = TextDrafts(looks_up=speculation.looks_up), Ledger()
+        self._looks = Ledger()  # What looking takes in vain is lost here.
         self._seconds = Rate(_OF_SECONDS, kept=0.9)  # This says how often another guess is right if the first is wrong.
         self._rest, self._looking, self._n_drafted_steps = 0, 0.0, 0
         self._rates = WeakKeyDictionary[Job, Rate]()  # These are rates of the drafter's drafts.
         self._rate_of_all = _OF_MODELS
         self._ledger, self._n_tried, self._idle, self._model_rest = Ledger(), 0, 0, 0
+        self._is_paused, self._n_due, self._n_followed, self._following = False, _TRIED_STEPS, 0, 0.0
         self._last = _Proposal()
         self._right: dict[Job, int] = {}
         self._share = 1.0
 
     def propose(self, plan: Plan) -> Drafts:
         """Return drafts for a step, where they are expected to pay. Often there are none."""
+        if self._drafter is not None and self._adapts:
+            self._pause_or_resume(self._drafter)
         if self._idle > 0:
             self._idle, self._last = self._idle - 1, _IDLE
             return {}
@@ -245,7 +251,10 @@ class Drafting:
     def _pause(self, turn: _Turn, seconds: float, *, found: bool) -> None:
         """Let some steps go without looking, if nothing was found and looking takes too long."""
         self._looking = min(seconds, 2 * self._looking) if self._looking else seconds
-        if self._adapts and not found and self._pace.plain.is_known:
+        if found:
+            return
+        self._looks.note(0.0, seconds)
+        if self._adapts and self._pace.plain.is_known and not self._looks.allows(_LOOKING_SHARE):
             share = self._looking / self._pace.plain.of(turn.n)
             self._rest = min(_LONGEST_REST, int(share / _LOOKING_SHARE))
 
@@ -338,19 +347,32 @@ class Drafting:
 
         If that is not expected to pay, it may be tried, as long as little of the time so far was lost.
         """
-        if not most or not self._ledger.allows(LOST_SHARE):
+        if not most or self._is_paused:
             return {}
         good = [job for job in most if self._is_often_right(self._rate(job))]
         n_tokens, pays = self._best(turn, looked_up, good, drafter)
         if pays:
-            self._n_tried = 0
+            self._n_tried, self._n_due = 0, self._n_due - 1
             return {job: min(n_tokens, most[job]) for job in pays}
-        is_cheap = self._n_tried > 0 or self._ledger.allows(TRIED_SHARE)
+        is_cheap = self._n_tried > 0 or self._n_due > 0 or self._ledger.allows(TRIED_SHARE)
         if turn.is_mixed or not self._pace.plain.is_well_known or not is_cheap:
             return {}
-        self._n_tried = (self._n_tried + 1) % _TRIED_STEPS
+        self._n_tried, self._n_due = (self._n_tried + 1) % _TRIED_STEPS, self._n_due - 1
         tried = sorted(most, key=lambda job: (drafter.n_behind(job) or 0, -self._rate(job).value))[:_TRIED_JOBS]
         return {job: min(_PROBED, most[job]) for job in tried}
+
+    def _pause_or_resume(self, drafter: JobDrafter) -> None:
+        """Pause a drafter that has lost too much time, after one trial at least, and resume it for another trial later.
+
+        A draft head follows texts whether or not they get drafts. So its trial begins with texts that it follows.
+        """
+        if self._is_paused and self._ledger.allows(TRIED_SHARE):
+            self._is_paused, self._n_due, self._n_followed = False, _TRIED_STEPS, 0
+            drafter.resume()
+        elif not self._is_paused and not self._ledger.allows(LOST_SHARE):
+            if self._n_due <= 0 or self._n_followed >= _LONGEST_TRIAL:
+                self._is_paused = True
+                drafter.pause()
 
     def _rate(self, job: Job) -> Rate:
         """Return how often the drafter is right for this job."""
@@ -404,9 +426,11 @@ class Drafting:
         known.
         """
         last, self._last = self._last, _Proposal()
+        followed = self._note_following()
+        self._looks.note(seconds, 0.0)
         if last is _IDLE:
-            self._ledger.seconds += seconds
-            return 0.0
+            self._ledger.note(seconds, followed)
+            return -followed
         right, self._right = self._right, {}
         n, n_fed, n_drafted = len(plan), sum(n_tokens for _, n_tokens in plan), sum(map(len, drafts.values()))
         pace, is_mixed = self._pace, n_fed > n
@@ -414,9 +438,10 @@ class Drafting:
         cost = pace.branched if branched else pace.drafted if drafts else pace.plain
         if not is_mixed:
             cost.note(n_fed + n_drafted, seconds - last.seconds)
-        saved = 0.0
-        if (drafts or last.seconds) and pace.plain.is_known:
-            n_decoding = sum(n_tokens == 1 for _, n_tokens in plan)
+        saved, n_decoding = 0.0, sum(n_tokens == 1 for _, n_tokens in plan)
+        if not n_decoding:  # If drafts were made, the step was then planned again without their jobs.
+            saved = -last.seconds
+        elif (drafts or last.seconds) and pace.plain.is_known:
             plain = pace.plain.of(n_decoding)
             verified = pace.seconds(n_decoding, n_drafted, is_branched=branched) - plain if pace.is_known else 0.0
             if not is_mixed:  # A step is slower where the machine does something else as well.
@@ -429,9 +454,19 @@ class Drafting:
                 job.generation.saved_seconds += n_right * of_token - lost / len(right)
         is_known = bool(drafts) and not last.seconds and cost.is_known  # The first drafts may compile kernels.
         self._text_ledger.note(seconds, -saved if is_known else 0.0)
+        if is_known and saved > 0:
+            self._looks.note(0.0, -saved)
         if self._drafter is not None:
-            self._ledger.note(seconds, -saved if last.seconds else 0.0)
-        return saved
+            self._ledger.note(seconds, followed - (saved if last.seconds else 0.0))
+        return saved - followed
+
+    def _note_following(self) -> float:
+        """Return how many seconds the drafter has followed texts since the last call."""
+        if self._drafter is None:
+            return 0.0
+        before, self._following = self._following, self._drafter.following_seconds
+        self._n_followed += 1
+        return self._following - before
 
     def count(self, job: Job, draft: list[int], right: Sequence[int]) -> None:
         """Count how many of a job's drafted tokens were right. `right` are their indices in the draft."""
@@ -460,16 +495,3 @@ def _lengths_of(drafter: JobDrafter) -> list[int]:
     """Return how many tokens the drafter's drafts may have, ascending."""
     most = drafter.most_drafted
     return [*(k for k in _LENGTHS if k < most), *([most] if drafter.drafts_at_once or most <= _LENGTHS[-1] else [])]
-
-
-def _takes_trees(memory: HybridMemory) -> bool:
-    """Return whether a memory takes steps over trees. The reason why not is logged."""
-    sequence = memory.open()
-    try:
-        memory.step({sequence: [0, 0]}, parents={sequence: [-1, -1]})  # It is never entered, so it changes nothing.
-    except SpecError as error:
-        _LOG.info("drafts are chains: %s", error)
-        return False
-    finally:
-        memory.close(sequence)
-    return True

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -61,6 +61,7 @@ class HeadDrafter(ModelDrafter):
         self._head, self._steps, self._hidden_rows = head, RecordedHead(head), HiddenRows(model, head.after)
         self._rows = WeakKeyDictionary[Sequence, HeldRows]()
         self._running: Callable[[], Iterable[Job]] = tuple
+        self._is_paused, self._unseen = False, WeakSet[Job]()  # Jobs of `_unseen` began during a pause.
         self._target: HybridMemory | None = None  # This is the model's memory, once an engine uses this drafter.
 
     def check(self, memory: HybridMemory, tokenizer: Tokenizer | None) -> None:
@@ -72,9 +73,21 @@ class HeadDrafter(ModelDrafter):
         if model is not self._hidden_rows.model:
             raise SpecError("this draft head reads the hidden states of another model; give it the engine's")
         self._running = running
-        return Watched(self._hidden_rows, self._hold)
+        return Watched(self._hidden_rows, self._show, lambda: not self._is_paused)
+
+    def pause(self) -> None:
+        self._is_paused = True
+        for job in [*self._followers]:
+            self._close(job)
+        self._rows.clear()
+
+    def resume(self) -> None:
+        self._is_paused = False
+        self._unseen.update(self._running())
 
     def n_behind(self, job: Job) -> int | None:
+        if job in self._unseen:
+            return None
         n_behind, rows = super().n_behind(job), self._rows_of(job)
         if n_behind is None or rows is None:
             return None
@@ -92,7 +105,9 @@ class HeadDrafter(ModelDrafter):
         """
         rows = self._rows.get(sequence)
         is_known = rows is not None and rows.start < n_tokens <= rows.end
-        if is_known or self.texts is None or n_tokens < 2 or not self._target_can_return(sequence, n_tokens - 1):
+        if self._is_paused or is_known or self.texts is None or n_tokens < 2:
+            return n_tokens
+        if not self._target_can_return(sequence, n_tokens - 1):
             return n_tokens
         return n_tokens - 1 if self.texts.hold(sequence.tokens[:n_tokens], owner) else n_tokens
 
@@ -102,13 +117,18 @@ class HeadDrafter(ModelDrafter):
     def remember(self, job: Job) -> None:
         if self.texts is None or job.sequence not in self._rows:
             return
-        self._feed_ahead([job])
-        follower = self._followers.get(job)
-        if follower is not None and not follower.sequence.is_swapped:
-            with uninterrupted():
-                self._remember(job, follower, self.texts)
+        with self._following():
+            self._feed_ahead([job])
+            follower = self._followers.get(job)
+            if follower is not None and not follower.sequence.is_swapped:
+                with uninterrupted():
+                    self._remember(job, follower, self.texts)
 
     # The methods below hold hidden states.
+
+    def _show(self, step: Step, rows_TR: Tensor) -> None:
+        with self._following():
+            self._hold(step, rows_TR)
 
     def _hold(self, step: Step, rows_TR: Tensor) -> None:
         """Hold the hidden states of an open step, in the caller's order, and feed the oldest if too many are held.

@@ -66,16 +66,20 @@ class Watched:
 
     Args:
         show: called in each open step with the rows of all its tokens, (T, R), in the caller's order.
+        is_watched: returns whether the hidden states of a step are wanted. If not, the model runs as ever.
     """
 
-    def __init__(self, hidden_rows: HiddenRows, show: Callable[[Step, Tensor], None]) -> None:
-        self._hidden_rows, self._show = hidden_rows, show
+    def __init__(
+        self, hidden_rows: HiddenRows, show: Callable[[Step, Tensor], None], is_watched: Callable[[], bool]
+    ) -> None:
+        self._hidden_rows, self._show, self._is_watched = hidden_rows, show, is_watched
         self.config: PreTrainedConfig = hidden_rows.model.config
         self.memory_spec = hidden_rows.memory_spec
 
     def __call__(self, step: Step) -> Tensor:
-        rows_TR = run_recorded(self._hidden_rows, step)
-        n_model = rows_TR.shape[1] // (len(self._hidden_rows.after) + 1)
-        logits = self._hidden_rows.model.vocabulary.logits(step.select(rows_TR[:, -n_model:]))
+        if not self._is_watched():
+            model = self._hidden_rows.model
+            return run_recorded(model, step) if model.is_recordable else model(step)
+        logits, rows_TR = run_recorded(self._hidden_rows, step)
         self._show(step, step.select(rows_TR, "all"))
         return logits

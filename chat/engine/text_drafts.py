@@ -21,8 +21,8 @@ many tokens that agree.
 """
 _LONGER, _LONGEST = 6, MOST_SAME
 """Guesses before which fewer tokens agree than these are right less often, and have rates of their own."""
-_OF_ALL = 0.95
-"""With each comparison, the share of right tokens over all texts keeps this part of its value."""
+_OF_ALL = 0.98
+"""With each compared token, the share of right tokens over all texts keeps this part of its value."""
 _KEPT = 0.93
 """With each token, what was known of a rate before keeps this part of its weight. Long drafts need a rate near 1,
 and copies go on for many tokens.
@@ -35,7 +35,7 @@ _LEAST_CHANCES = (0.9, 0.75, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
 """Drafts end where a token is right with less than one of these probabilities, whichever promises the most tokens a
 second.
 """
-_LENGTHS = (1, 2, 3, 4, 6, 8, 11, 15, 20, 26, 32)
+_LENGTHS = (1, 2, 3, 5, 7, 11, 15, 23, 31)
 """Drafts have one of these lengths, because steps are replayed only if equal ones occur again (`memory.recorded`)."""
 
 
@@ -163,7 +163,8 @@ class TextDrafts:
         rate = self._rate(followed, kind)
         rate.note(n_drafted, n_right)
         of_all = self._of_all.get(kind, _RIGHT_AT_FIRST[kind[0]][kind[1]])
-        self._of_all[kind] = _OF_ALL * of_all + (1 - _OF_ALL) * rate.value
+        share = _OF_ALL ** (n_right + (n_right < n_drafted))
+        self._of_all[kind] = share * of_all + (1 - share) * rate.value
 
     def _rate(self, followed: _Followed, kind: tuple[bool, int]) -> Rate:
         rate = followed.rates.get(kind)

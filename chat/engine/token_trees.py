@@ -8,7 +8,12 @@ A draft is a list of tokens. In a chain, each token follows the one before. In a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
+
+from hybridmem.memory import HybridMemory, SpecError
+
+_LOG = logging.getLogger("hybridmem.chat")
 
 
 class TokenTree(list[int]):
@@ -78,3 +83,16 @@ def has_branch_at(draft: Sequence[int], n_right: int) -> bool:
     """Return whether there is an alternative to the first path's token with this index."""
     before = n_right - 1
     return any(parent == before for parent in list(parents_of(draft))[n_first(draft) :])
+
+
+def takes_trees(memory: HybridMemory) -> bool:
+    """Return whether a memory takes steps over trees. The reason why not is logged."""
+    sequence = memory.open()
+    try:
+        memory.step({sequence: [0, 0]}, parents={sequence: [-1, -1]})  # It is never entered, so it changes nothing.
+    except SpecError as error:
+        _LOG.info("drafts are chains: %s", error)
+        return False
+    finally:
+        memory.close(sequence)
+    return True

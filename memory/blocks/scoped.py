@@ -89,6 +89,7 @@ class _WithoutGradients:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         torch._C._set_grad_enabled(True)
+        del self._end  # A mode of torch may be Python code, and an interrupt in a callback would be lost.
 
 
 def without_gradients() -> AbstractContextManager[object]:

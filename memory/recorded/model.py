@@ -15,7 +15,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from hybridmem.memory.recorded.cuda_graphs import CudaGraphs, Run
 from hybridmem.memory.recorded.cuda_graphs import Recording as Graph
 from hybridmem.memory.recorded.kept import Kept
 from hybridmem.memory.sequences.interrupts import uninterrupted
-from hybridmem.memory.step import FEW_TOKENS, Step
+from hybridmem.memory.step import Step
 
 if TYPE_CHECKING:
     from hybridmem.memory.kernels.cpu.recording import Recording
@@ -54,9 +54,12 @@ products prepare their arguments anew between two steps.
 """
 
 Model = Callable[[Step], Tensor]
+ResultT = TypeVar("ResultT", bound=Tensor | tuple[Tensor, ...])
 
 
-def run_recorded(model: Model, step: Step, *, most: int = _MOST, most_tokens: int = FEW_TOKENS) -> Tensor:
+def run_recorded(
+    model: Callable[[Step], ResultT], step: Step, *, most: int = _MOST, most_tokens: int | None = None
+) -> ResultT:
     """Run a model on a step, or replay a recording of a similar step. It replays only on the CPU and for few tokens.
 
     The first four steps of a layout are run. The next two are recorded. If both made the same calls, all later steps
@@ -70,10 +73,12 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST, most_tokens: in
     change in place, but must not be replaced. The next step overwrites `Step.token_ids` and `Step.positions`.
 
     Args:
+        model: (step) -> logits, or several results.
         most: how many recordings of each model a memory keeps. A new recording takes the place of one that was not used
             for 1,024 steps.
-        most_tokens: a step in which a request has more tokens is run. The default keeps prompts out: their lengths
-            hardly recur, and their recordings would take the room of others.
+        most_tokens: a step in which a request has more tokens is run. By default, it is 16 for steps that return their
+            last rows, which keeps prompts out: their lengths hardly recur, and their recordings would take the room of
+            others. It is 32 for other steps, such as those that verify drafts.
 
     Cost: recording a step takes about three times as long as running it. Recordings hold what a step computes: at most
     256 MiB for all recordings of a model in a memory. A step that computes more than 128 MiB is not recorded.
@@ -96,7 +101,7 @@ def run_recorded(model: Model, step: Step, *, most: int = _MOST, most_tokens: in
     if found is None or found.is_first:
         return kept.record(model, step, key, found)
     step.serve(found.served)
-    return found.replay().clone()
+    return _clone(cast(ResultT, found.replay()))
 
 
 class _CpuRecordings(Kept["Recording"]):
@@ -122,7 +127,7 @@ class _CpuRecordings(Kept["Recording"]):
                 self._pending = None
         return super().may_record(key, after=after, most=most)
 
-    def record(self, model: Model, step: Step, key: Hashable, earlier: Recording | None) -> Tensor:
+    def record(self, model: Callable[[Step], ResultT], step: Step, key: Hashable, earlier: Recording | None) -> ResultT:
         """Record a step while it runs. The second time, compare the new recording with the first one."""
         from hybridmem.memory.kernels.cpu.recording import Recording
 
@@ -146,12 +151,17 @@ class _CpuRecordings(Kept["Recording"]):
             _LOG.info("steps of %s run as ever, because they cannot be recorded: %s", model, recording.objection)
             self._pending = None
             self.refuse(key)
-        return output.clone()
+        return _clone(output)
 
     def _free_bytes(self) -> int:
         """Return how many bytes further recordings may hold."""
         found = (own() for own in list(self._living.values()))
         return _MOST_BYTES - sum(recording.n_bytes for recording in found if recording is not None)
+
+
+def _clone(result: ResultT) -> ResultT:
+    """Copy a result, which the next replay overwrites."""
+    return tuple(x.clone() for x in result) if isinstance(result, tuple) else result.clone()  # type: ignore[return-value]
 
 
 def _settings(device: str) -> Hashable:

@@ -13,7 +13,7 @@ from hybridmem.memory.interface import Packed, Plans, Sequence
 from hybridmem.memory.layer_memories import LayerMemories, Places
 from hybridmem.memory.sequences.batch import TokenLists
 from hybridmem.memory.sequences.draft_trees import DraftTree, DraftTrees, read_trees
-from hybridmem.memory.step import FEW_TOKENS, Rows, Step, StepOwner
+from hybridmem.memory.step import Rows, Step, StepOwner
 from hybridmem.memory.trees.memories import TreeMemories
 
 
@@ -54,7 +54,7 @@ class TreeStep(Step):
         self._trees = trees = DraftTrees.of(packed, self._given, peaks)
         return trees.packed, self._memories.begin(trees)
 
-    def layout(self, most_tokens: int = FEW_TOKENS) -> None:
+    def layout(self, most_tokens: int | None = None) -> None:
         """Return None: such a step is not replayed, because each tree has other paths."""
         self._entered()
 

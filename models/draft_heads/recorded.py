@@ -32,9 +32,7 @@ class RecordedHead:
         if self._steps is None or rows_TM.device.type != "cpu" or len(rows_TM) > _MOST_ROWS:
             return self._head(step, rows_TM)
         self._steps.give(in_order_of(step, rows_TM))
-        found_SX = run_recorded(self._steps, step)
-        n_model = rows_TM.shape[1]
-        return found_SX[:, :-n_model], found_SX[:, -n_model:].to(rows_TM.dtype)
+        return run_recorded(self._steps, step)
 
 
 class _Steps:
@@ -51,9 +49,8 @@ class _Steps:
             given = self._given[len(rows_TM)] = torch.empty_like(rows_TM, memory_format=torch.contiguous_format)
         given.copy_(rows_TM)
 
-    def __call__(self, step: Step) -> Tensor:
-        """Return logits and rows beside each other, (n, vocab + M), in the logits' float32, which keeps rows' bits."""
-        return torch.cat(self._head.in_step_order(step, self._given[len(step.token_ids)]), -1)
+    def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
+        return self._head.in_step_order(step, self._given[len(step.token_ids)])
 
 
 class RecordedBlankHead:

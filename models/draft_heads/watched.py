@@ -9,9 +9,9 @@ from hybridmem.models.layers.decoder import Decoder, on_step
 
 
 class HiddenRows:
-    """Computes the rows of a model that a draft head reads: `rows_TR = hidden_rows(step)`, in the step's own order.
+    """Computes `logits, rows_TR = hidden_rows(step)`: what the model returns, and the rows that a draft head reads.
 
-    It can be recorded and replayed as the model can. `Decoder.vocabulary` makes logits from the last M columns.
+    The rows are those of all tokens, in the step's own order. It can be recorded and replayed as the model can.
 
     Args:
         after: see `DraftHead.after`.
@@ -29,5 +29,7 @@ class HiddenRows:
         self.is_recordable = model.is_recordable
 
     @on_step
-    def __call__(self, step: Step) -> Tensor:
-        return self.model.hidden_rows(step, self.after)
+    def __call__(self, step: Step) -> tuple[Tensor, Tensor]:
+        rows_TR = self.model.hidden_rows(step, self.after)
+        n_model = rows_TR.shape[1] // (len(self.after) + 1)
+        return self.model.vocabulary.logits(step.select(rows_TR[:, -n_model:])), rows_TR

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from hybridmem.chat.engine.engine import Engine, Generation, Sampling
+from hybridmem.chat.engine.head_drafts import HeadDrafter
+from hybridmem.chat.engine.requests import Job
 from hybridmem.chat.engine.scheduling import Scheduler
 from hybridmem.chat.sampling.sampler import Sampler
 from hybridmem.memory import HybridMemory, Step
@@ -23,7 +25,7 @@ GREEDY = Sampling()
 def scheduler_of(engine: Engine) -> Scheduler:
     """Return what holds an engine's jobs.
 
-    No other test helper looks inside of an engine: neither `load` nor a generation says this.
+    Neither `load` nor a generation says this.
     """
     return engine._scheduler
 
@@ -160,3 +162,8 @@ def assert_as_alone(model: Any, wanted: Wanted) -> None:
             assert generation.finish_reason in ("cancelled", "deadline")
         else:
             assert (generation.finish_reason, len(generation.token_ids)) == ("length", max_tokens)
+
+
+def follower_of(drafter: HeadDrafter, job: Job) -> Any:
+    """Return the sequence that a draft head feeds with the text of a job, and where in the text it begins."""
+    return drafter._followers[job]

@@ -66,7 +66,7 @@ def test_drafts_are_what_the_head_says_of_the_whole_text(pair: Pair) -> None:
     for n_text, draft in [*seen.items()][:: len(seen) // 4]:
         memory, own = make_memory(pair.model), make_memory(head, rollback_window=2 * BLOCK)
         with memory.step({memory.open(): text[: n_text - 1]}) as step:
-            rows_TM = head.read(HiddenRows(pair.model, head.after)(step))
+            rows_TM = head.read(HiddenRows(pair.model, head.after)(step)[1])
         sequence, tokens = own.open(), text[1:n_text]
         with own.step({sequence: [*tokens, *head.blanks_after(tokens[-1])]}) as step:
             logits_SNV = head(step, rows_TM, [len(tokens)])

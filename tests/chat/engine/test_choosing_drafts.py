@@ -22,14 +22,29 @@ _STEP, _ROW = 0.010, 0.001
 
 
 class Drafter:
-    """Takes so many seconds for each of its steps, by the clock that the test moves."""
+    """Takes so many seconds for each of its steps, by the clock that the test moves.
+
+    It follows texts, for so many seconds in each step of the model, unless it is paused.
+    """
 
     most_drafted = 8
     drafts_at_once = False
 
-    def __init__(self, seconds: float, clock: list[float]) -> None:
+    def __init__(self, seconds: float, clock: list[float], following: float = 0.0) -> None:
         self.noted: list[tuple[int, float]] = []
-        self._seconds, self._clock = seconds, clock
+        self.following_seconds, self.is_paused = 0.0, False
+        self._seconds, self._clock, self._following = seconds, clock, following
+
+    def follow(self) -> None:
+        if not self.is_paused:
+            self.following_seconds += self._following
+            self._clock[0] += self._following
+
+    def pause(self) -> None:
+        self.is_paused = True
+
+    def resume(self) -> None:
+        self.is_paused = False
 
     def check(self, memory: object, tokenizer: object) -> None: ...
     def forget(self, job: object) -> None: ...
@@ -47,18 +62,20 @@ class Drafter:
 
 
 def decode(
-    monkeypatch: pytest.MonkeyPatch, n_right: int, seconds: float, *, n_jobs: int = 4, n_steps: int = 2000
-) -> tuple[float, float]:
+    monkeypatch: pytest.MonkeyPatch, n_right: int, seconds: float, *, following: float = 0.0, n_jobs: int = 4,
+    n_steps: int = 2000,
+) -> tuple[float, float]:  # fmt: skip
     """Return how many tokens a second steps give, compared with plain ones, and the share of steps with drafts."""
     clock = [0.0]
     monkeypatch.setattr("hybridmem.chat.engine.drafting.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    drafter = cast(JobDrafter, Drafter(seconds, clock))
-    drafting = Drafting(make_memory(Toy()), 256, Speculation(drafter=drafter))
+    drafter = Drafter(seconds, clock, following)
+    drafting = Drafting(make_memory(Toy()), 256, Speculation(drafter=cast(JobDrafter, drafter)))
     plan = [(cast(Job, make_job(i)), 1) for i in range(n_jobs)]
     n_tokens = n_drafting = 0
     for _ in range(n_steps):
         started = clock[0]
         drafts = drafting.propose(plan)
+        drafter.follow()
         clock[0] += _STEP + _ROW * sum(map(len, drafts.values()))
         for job, draft in drafts.items():
             drafting.count(job, draft, range(min(n_right, len(draft))))
@@ -84,6 +101,26 @@ def test_a_drafter_that_is_right_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     assert speed > 1.2 and share > 0.9, "short drafts pay as well"
 
 
+def test_drafts_for_jobs_that_leave_the_step_have_lost_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that finds too little memory is planned again, and only a prompt may be left."""
+    clock = [0.0]
+    monkeypatch.setattr("hybridmem.chat.engine.drafting.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    drafter = Drafter(0.0005, clock)
+    drafting = Drafting(make_memory(Toy()), 256, Speculation(drafter=cast(JobDrafter, drafter), adapts=False))
+    plan = [(cast(Job, make_job(0)), 1)]
+    for _ in range(20):
+        drafting.note(plan, {}, _STEP)
+        started, drafts = clock[0], drafting.propose(plan)
+        clock[0] += _STEP
+        drafting.count(plan[0][0], drafts[plan[0][0]], range(8))
+        drafting.note(plan, drafts, clock[0] - started)
+    started = clock[0]
+    assert drafting.propose(plan)
+    clock[0] += _STEP
+    lost = drafting.note([(cast(Job, make_job(1)), 5)], {}, clock[0] - started)
+    assert lost == pytest.approx(-8 * 0.0005)
+
+
 @pytest.mark.parametrize(("n_right", "seconds"), [(0, 0.0005), (0, 0.01), (8, 0.02), (1, 0.01)])
 def test_a_drafter_that_does_not_pay_costs_at_most_two_percent(
     monkeypatch: pytest.MonkeyPatch, n_right: int, seconds: float
@@ -92,6 +129,19 @@ def test_a_drafter_that_does_not_pay_costs_at_most_two_percent(
     speed, share = decode(monkeypatch, n_right, seconds)
     assert speed > 0.98 and share < 0.1
     assert share > 0, "it was tried"
+
+
+@pytest.mark.parametrize(("n_right", "seconds"), [(0, 0.0005), (8, 0.01)])
+def test_a_drafter_that_follows_texts_in_vain_is_paused(
+    monkeypatch: pytest.MonkeyPatch, n_right: int, seconds: float
+) -> None:
+    speed, share = decode(monkeypatch, n_right, seconds, following=_STEP / 2, n_steps=20_000)
+    assert speed > 0.98 and share > 0, "it was tried"
+
+
+def test_a_drafter_that_pays_is_not_paused_because_it_follows_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed, share = decode(monkeypatch, n_right=8, seconds=0.0005, following=_STEP / 10)
+    assert speed > 1.6 and share > 0.9
 
 
 def copy_text(

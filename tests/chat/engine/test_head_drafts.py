@@ -107,7 +107,7 @@ def test_drafts_are_what_the_head_says_of_the_whole_text(model: Any) -> None:
     for n_text, draft in [*seen.items()][:: len(seen) // 4]:
         memory, own = make_memory(model), make_memory(head)
         with memory.step({memory.open(): text[: n_text - 1]}) as step:
-            rows_TM = head.read(HiddenRows(model)(step))
+            rows_TM = head.read(HiddenRows(model)(step)[1])
         sequence, tokens, expected = own.open(), text[1:n_text], list[int]()
         while len(expected) < len(draft):
             with own.step({sequence: tokens}) as step:
@@ -134,6 +134,28 @@ def test_a_head_whose_prefix_is_not_known_begins_behind_it(model: Any) -> None:
     again = plain.submit([*prompt, 9, 8], max_tokens=30)
     plain.run()
     assert again.token_ids == told[1].token_ids
+
+
+def test_a_paused_head_holds_nothing_and_drafts_for_the_next_request_after_it(model: Any) -> None:
+    drafter, prompt = make_drafter(model), [7, 3, 5, 1] * 20
+    engine, plain = follow(model, drafter), follow(model, None)
+    first, expected = engine.submit(prompt, max_tokens=60), plain.submit(prompt, max_tokens=60)
+    for _ in range(4):
+        engine.step()
+    assert drafter.memory.sequences and (n_before := first.n_drafted)
+    drafter.pause()
+    assert not drafter.memory.sequences
+    for _ in range(3):
+        engine.step()
+    drafter.resume()
+    run_checked(engine)
+    second = engine.submit([*prompt, 9], max_tokens=60)
+    assert drafter.following_seconds > 0
+    run_checked(engine)
+    plain.run()
+    assert first.n_drafted == n_before and second.n_drafted > n_before
+    assert first.token_ids == expected.token_ids
+    drafter.memory.check()
 
 
 def test_rows_are_replaced_where_positions_are_fed_again() -> None:

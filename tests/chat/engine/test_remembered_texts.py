@@ -88,7 +88,7 @@ class Place:
         """Return the draft of a head that is fed all of a text at once."""
         memory, own = self.make_memory(self.model), self.make_memory(self.head)
         with memory.step({memory.open(): text[:-1]}) as step:
-            rows_TM = self.head.read(HiddenRows(self.model, self.head.after)(step))
+            rows_TM = self.head.read(HiddenRows(self.model, self.head.after)(step)[1])
         sequence, tokens, drafted = own.open(), text[1:], list[int]()
         if isinstance(self.head, BlankHead):
             with own.step({sequence: [*tokens, *self.head.blanks_after(tokens[-1])]}) as step:

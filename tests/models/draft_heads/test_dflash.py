@@ -37,7 +37,7 @@ def draft(model: Any, head: Any, ends: Iterable[int], call: Any = None) -> list[
     """Return the logits of drafts after these lengths. Beside the text there is another, which drafts now and then."""
     memory, own = HybridMemory(model.memory_spec, "2MiB"), HybridMemory(head.memory_spec, "1MiB", page_tokens=4)
     with memory.step({memory.open(): TOKENS}) as step:
-        rows_TM = head.read(HiddenRows(model, head.after)(step))
+        rows_TM = head.read(HiddenRows(model, head.after)(step)[1])
     alice, bob, found, first = own.open(), own.open(), [], 0
     for i, end in enumerate(ends):
         pairs, blanks, n = TOKENS[first + 1 : end], head.blanks_after(TOKENS[end - 1]), end - 1 - first

@@ -121,7 +121,7 @@ def test_a_head_of_eagle_3_computes_the_papers_equations(options: dict[str, bool
     assert head.after == (1, 2, 3)
     memory, own = HybridMemory(model.memory_spec, "2MiB"), HybridMemory(head.memory_spec, "1MiB", page_tokens=4)
     with memory.step({memory.open(): TOKENS}) as step:
-        rows_TM = head.read(HiddenRows(model, head.after)(step))
+        rows_TM = head.read(HiddenRows(model, head.after)(step)[1])
     fused = paper.fused(TOKENS)
     assert_logits_close(rows_TM, fused)
     sequence, logits, drafted = own.open(), [], [3, 6]

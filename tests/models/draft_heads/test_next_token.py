@@ -81,8 +81,7 @@ def test_modules_of_multi_token_prediction_are_those_of_transformers(
     assert head is not None and head.memory_spec.vocab_size == model.memory_spec.vocab_size
     hidden_rows, memory = HiddenRows(model), HybridMemory(model.memory_spec, "2MiB", page_tokens=4)
     with memory.step({memory.open(): TOKENS}) as step:
-        hidden_TM = hidden_rows(step)
-        logits_SV = model.vocabulary.logits(step.select(hidden_TM))
+        logits_SV, hidden_TM = hidden_rows(step)
     with memory.step({memory.open(): TOKENS}) as step:
         assert torch.equal(model(step), logits_SV)
     expected_TM = peer.hidden(TOKENS)
@@ -149,7 +148,7 @@ def test_a_file_of_llama_cpp_holds_the_head_of_its_checkpoint(name: str, tmp_pat
         assert model.draft_head is not None, path
         memory, own = HybridMemory(model.memory_spec, "2MiB"), HybridMemory(model.draft_head.memory_spec, "1MiB")
         with memory.step({memory.open(): TOKENS}) as step:
-            rows_TM = model.draft_head.read(HiddenRows(model)(step))
+            rows_TM = model.draft_head.read(HiddenRows(model)(step)[1])
         with own.step({own.open(): TOKENS[1:]}, outputs="all") as step:
             logits.append(model.draft_head(step, rows_TM[:-1])[0])
     assert_logits_close(logits[1], logits[0])
