@@ -13,16 +13,27 @@ from typing import Any
 
 import torch
 from transformers import (
+    BailingHybridConfig,
     BambaConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    DeepseekV32Config,
     FalconH1Config,
+    FalconMambaConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Glm5NextConfig,
+    GlmMoeDsaConfig,
     GraniteMoeHybridConfig,
     JambaConfig,
+    KimiLinearConfig,
     Lfm2Config,
     Lfm2MoeConfig,
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
     NemotronHConfig,
+    Olmo3Config,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3_5MoeTextConfig,
@@ -32,10 +43,13 @@ from transformers import (
 )
 
 from benchmarks.harness import Report
-from benchmarks.llamacpp import TOLERANCE, agree, differ_in_batch, write_model
+from benchmarks.llamacpp import agree, differ_in_batch, write_model
 from benchmarks.llamacpp_peer import start_llamacpp
 from hybridmem.models import load_model
 from hybridmem.models.families.rwkv7 import RWKV7Config
+
+_TOLERANCE = 0.001
+"""Largest difference of a logit in F32, as a share of the logits' standard deviation."""
 
 _VOCAB = 160
 _COMMON = {"vocab_size": _VOCAB, "hidden_size": 64}
@@ -61,6 +75,24 @@ _NEMOTRON = _COMMON | _ATTENTION | {
     "time_step_min": 1e-9,
 }  # fmt: skip
 _NEMOTRON.pop("num_hidden_layers")
+_WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
+_LATENT = _COMMON | {
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96,
+    "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+    "moe_intermediate_size": 32, "num_experts_per_tok": 2, "n_shared_experts": 1, "routed_scaling_factor": 1.5,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_SOME_DENSE = {"n_routed_experts": 8, "first_k_dense_replace": 1}
+_GROUPS = {"n_group": 4, "topk_group": 2}
+_DELTA_AND_LATENT = _LATENT | {
+    "num_local_experts": 8, "layer_types": ["linear_attention", "linear_attention", "full_attention"]
+}  # fmt: skip
+# The index leaves most rows of a prompt out. llama.cpp rotates its heads by blocks of 64 elements.
+_INDEX = {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 64}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
 
 
 def _falcon_h1() -> PreTrainedConfig:
@@ -78,6 +110,18 @@ def _nemotron_h_moe(**options: Any) -> PreTrainedConfig:
         **_NEMOTRON, hybrid_override_pattern="MEM*E", moe_intermediate_size=32, moe_shared_expert_intermediate_size=64,
         routed_scaling_factor=2.5, **(defaults | options),
     )  # fmt: skip
+
+
+def _glm5_next() -> PreTrainedConfig:
+    text = _LATENT | _INDEX | _GROUPS | {
+        "num_hidden_layers": 4, "qk_rope_head_dim": 0, "index_kpool": 4, "linear_num_heads": 4, "linear_head_dim": 32,
+        "layer_types": ["linear_attention", *["indexed_attention"] * 2, "linear_attention"],
+        "indexer_types": ["full", "full", "shared", "full"],
+        "n_routed_experts": 8, "mlp_layer_types": ["dense"] + ["sparse"] * 3, "linear_lower_bound": -1.0,
+        "swiglu_limit": 0.7, "hc_mult": 4, "hc_sinkhorn_iters": 4,
+    }  # fmt: skip
+    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "out_hidden_size": 64, "intermediate_size": 16}
+    return Glm5NextConfig(text_config=text, vision_config=tower, tie_word_embeddings=False)
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -127,6 +171,30 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON, **_ATTENTION),
     "qwen2": lambda: Qwen2Config(**_COMMON, **_ATTENTION),
     "qwen3": lambda: Qwen3Config(**_COMMON, **_ATTENTION, head_dim=32),
+    "gemma2": lambda: Gemma2Config(**_COMMON, **_ATTENTION, **_WINDOWS, head_dim=32, query_pre_attn_scalar=32),
+    "gemma3": lambda: Gemma3TextConfig(**_COMMON, **_ATTENTION, **_WINDOWS, head_dim=32, query_pre_attn_scalar=32),
+    "olmo2 of OLMo 3": lambda: Olmo3Config(
+        **_COMMON, **_ATTENTION, **_WINDOWS, pad_token_id=None, eos_token_id=None,
+        rope_parameters={
+            "full_attention": {name: n for name, n in _YARN.items() if "mscale" not in name},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
+    "mamba of Falcon-Mamba": lambda: FalconMambaConfig(**_COMMON, num_hidden_layers=3, state_size=16),
+    "deepseek2 of DeepSeek-V2": lambda: DeepseekV2Config(
+        **_LATENT, **_SOME_DENSE, topk_method="greedy", rope_parameters=_YARN
+    ),
+    "deepseek2 of DeepSeek-V3": lambda: DeepseekV3Config(**_LATENT, **_SOME_DENSE, **_GROUPS, rope_parameters=_YARN),
+    "deepseek32": lambda: DeepseekV32Config(**_LATENT, **_SOME_DENSE, **_GROUPS, **_INDEX, rope_parameters=_YARN),
+    "glm-dsa": lambda: GlmMoeDsaConfig(
+        **_LATENT, **_SOME_DENSE, **_INDEX, n_group=1, topk_group=1, indexer_types=["full", "shared", "full"]
+    ),
+    "glm5-next": _glm5_next,
+    # llama.cpp reads neither groups of experts nor compressed queries of Kimi Linear.
+    "kimi-linear": lambda: KimiLinearConfig(
+        **(_DELTA_AND_LATENT | {"q_lora_rank": None}), n_group=1, topk_group=1, linear_num_heads=4, linear_head_dim=32
+    ),
+    "bailingmoe3": lambda: BailingHybridConfig(**_DELTA_AND_LATENT, **_GROUPS, head_dim=32, first_k_dense_replace=1),
 }  # fmt: skip
 """Small models by llama.cpp's name of their architecture, with rows that are whole blocks of 32."""
 
@@ -152,7 +220,8 @@ def agreement(*, families: Sequence[str], quick: bool = False) -> Report:
         with tempfile.TemporaryDirectory() as folder:
             write_checkpoint(Path(folder), FAMILIES[name]())
             path = write_model(Path(folder), "F32")
-            with start_llamacpp(path, 3, 64, keys="F32", n_threads=torch.get_num_threads()) as theirs:
+            options = {"keys": "F32", "n_threads": torch.get_num_threads(), "flash_attention": False}
+            with start_llamacpp(path, 3, 64, **options) as theirs:
                 in_batch = differ_in_batch(theirs, tokens)
                 found = agree(load_model(path, progress=False), theirs, tokens, 2 if quick else 8)
                 if not report.notes:
@@ -160,9 +229,10 @@ def agreement(*, families: Sequence[str], quick: bool = False) -> Report:
         report.add("logits of one file, ours and llama.cpp's", {
             "family": name, "largest difference": found.largest, "typical": found.typical,
             "same tokens, %": 100 * found.same, "llama.cpp in a batch and alone": in_batch,
-            "same model": found.largest <= TOLERANCE,
+            "same model": found.largest <= _TOLERANCE,
         })  # fmt: skip
     report.notes.append(
-        f"Differences are shares of the logits' standard deviation; the same model is one within {TOLERANCE}."
+        f"Differences are shares of the logits' standard deviation; the same model is one within {_TOLERANCE}. "
+        "llama.cpp keeps keys and values in F32, without flash attention."
     )
     return report

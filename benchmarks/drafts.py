@@ -52,15 +52,21 @@ def measure(
     embedded = load_model("embedded")
     for text in texts or TEXTS[: 3 if quick else None]:
         if text in _OF_EMBEDDED:
-            _compare(report, text, embedded, 932, _OF_EMBEDDED[text], rounds)
+            prompts = [[random.Random(i).randrange(10, 932) for _ in range(24)] for i in range(max(LOADS))]
+            _compare(report, text, embedded, 932, prompts, _OF_EMBEDDED[text], rounds)
             continue
+        # A reply repeats its prompt, as an edited file does. Each request has a cycle of its own.
+        prompts = [[*range(i * PERIOD, (i + 1) * PERIOD)] * 4 for i in range(10, 10 + max(LOADS))]
         with repeating_model(_SCALES[text]) as model:
-            _compare(report, text, model, VOCAB, Sampling(), rounds)
+            _compare(report, text, model, VOCAB, prompts, Sampling(), rounds)
     report.keep(out, "text", "requests")
     return report
 
 
-def _compare(report: Report, text: str, model: LanguageModel, n_vocab: int, sampling: Sampling, rounds: int) -> None:
+def _compare(
+    report: Report, text: str, model: LanguageModel, n_vocab: int, prompts: list[list[int]], sampling: Sampling,
+    rounds: int,
+) -> None:  # fmt: skip
     for load in LOADS:
         engines = {
             "without": _engine(model, Speculation()),
@@ -70,8 +76,7 @@ def _compare(report: Report, text: str, model: LanguageModel, n_vocab: int, samp
         }
         if sampling == Sampling():  # Under other samplings it is known that drafting at every step is slow.
             engines["always"] = _engine(model, Speculation(looks_up=True, adapts=False))
-        prompts = [[random.Random(i).randrange(10, n_vocab) for _ in range(24)] for i in range(load)]
-        ratios, seconds = _ratios(engines, prompts, sampling, rounds)
+        ratios, seconds = _ratios(engines, prompts[:load], sampling, rounds)
         stats = engines["prompt lookup"].stats
         row = {"text": text, "requests": load, "tokens/s without": load * N_TOKENS / seconds}
         for name in ("prompt lookup", "draft model", "without again", "always"):

@@ -58,9 +58,12 @@ class LlamaCpp:
         n_context: the most tokens that a sequence may have.
         keys: the type of keys and values, "F32" or "F16".
         n_threads: the number of threads, for single tokens and for prompts.
+        flash_attention: whether attention is one operation, which rounds keys and values in F32 to F16.
     """
 
-    def __init__(self, path: Path, n_sequences: int, n_context: int, *, keys: str, n_threads: int) -> None:
+    def __init__(
+        self, path: Path, n_sequences: int, n_context: int, *, keys: str, n_threads: int, flash_attention: bool = True
+    ) -> None:
         import llama_cpp
 
         self._llama, self._lengths = llama_cpp, [0] * n_sequences
@@ -77,6 +80,8 @@ class LlamaCpp:
         options.n_seq_max = options.n_outputs_max = n_sequences
         options.n_threads = options.n_threads_batch = n_threads
         options.type_k = options.type_v = {"F32": llama_cpp.GGML_TYPE_F32, "F16": llama_cpp.GGML_TYPE_F16}[keys]
+        if not flash_attention:
+            options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         options.no_perf = True
         self._context = llama_cpp.llama_init_from_model(model, options)
         if not self._context:
@@ -184,12 +189,12 @@ class LlamaProcess:
 
 @contextmanager
 def start_llamacpp(
-    path: Path, n_sequences: int, n_context: int, *, keys: str, n_threads: int
+    path: Path, n_sequences: int, n_context: int, *, keys: str, n_threads: int, flash_attention: bool = True
 ) -> Iterator[LlamaProcess]:
     """Yield llama.cpp with a model, in a process that is ended afterwards. Arguments are those of `LlamaCpp`."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    options = {"keys": keys, "n_threads": n_threads}
+    options = {"keys": keys, "n_threads": n_threads, "flash_attention": flash_attention}
     process = context.Process(target=_serve, args=(theirs, (path, n_sequences, n_context), options), daemon=True)
     process.start()
     theirs.close()

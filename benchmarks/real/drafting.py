@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import statistics
-import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Report
+import torch
+
+from benchmarks.harness import Report, interleave
+from benchmarks.real.programs import Server, our_server
 from hybridmem.chat.engine.drafting import Speculation
 from hybridmem.chat.engine.engine import Engine
 from hybridmem.memory import HybridMemory
-from hybridmem.models import load_model
+from hybridmem.memory.prefix import PrefixCache
+from hybridmem.models import LanguageModel, load_model
 
-_N_TOKENS = 128
+NOTE = (
+    "Drafts by lookup: greedy replies of 160 tokens in turns with and without drafts. Prompts were computed before, as "
+    "those of earlier turns are, so the time is that of the replies. Code is said again: the prompt holds two copies "
+    "of the code, each with another name, and the beginning of a third."
+)
+_LOADS = (1, 8, 32)
+_N_TOKENS = 160
 _CODE = '''import csv
 
 
@@ -49,40 +62,79 @@ _COPIES = ("Sheet", "Grid", "Matrix", "Frame", "Ledger", "Numbers", "Measures", 
 def _again(name: str) -> str:
     """Return a prompt whose continuation is the code with another name of the class.
 
-    Asked in words, a model as small as these does not repeat the code.
+    A model as small as these does not repeat the code when asked in words, or after one example. It does after two.
     """
-    begin = _CODE[: _CODE.index("        self.path")].replace("Table", name)
-    return f"# table.py\n\n{_CODE}\n\n# The same as table.py, but the class is called {name}\n\n{begin}"
+    files = [f"# {of.lower()}.py\n\n{_CODE.replace('Table', of)}\n\n" for of in ("Table", "Board", name)]
+    return "".join(files[:2]) + files[2][: files[2].index("        self.path")]
 
 
 def compare(report: Report, path: Path, tokenizer: Any, text: str, n_rounds: int) -> None:
-    """Add the speedup by drafts and the share of accepted drafts to the report, for 1 and 8 requests."""
-    model = load_model(path, progress=False)
-    book = [text[at : at + 2000] for at in range(4000, 4000 + 8 * 6000, 6000)]
-    for name, prompts in (("a book goes on", book), ("code is said again", [_again(name) for name in _COPIES])):
-        ids = [tokenizer.encode(prompt) for prompt in prompts]
-        for load in (1, 8):
-            engines = {
-                looks_up: Engine(
-                    model, HybridMemory(model.memory_spec, "512MiB", rollback_window=32), None, stop_ids=(),
-                    speculation=Speculation(looks_up=looks_up),
-                )
-                for looks_up in (False, True)
-            }  # fmt: skip
-            seconds: dict[bool, list[float]] = {False: [], True: []}
-            said = dict[bool, list[list[int]]]()
-            for _ in range(1 + n_rounds):
-                for looks_up, engine in engines.items():
-                    started = time.perf_counter()
-                    generations = [engine.submit(prompt, max_tokens=_N_TOKENS) for prompt in ids[:load]]
-                    engine.run()
-                    seconds[looks_up].append(time.perf_counter() - started)
-                    said[looks_up] = [list(generation.token_ids) for generation in generations]
-            assert said[False] == said[True], "drafts have changed a reply"
-            stats = engines[True].stats
-            ratio = statistics.median(a / b for a, b in zip(seconds[False][1:], seconds[True][1:], strict=True))
-            report.add(f"drafts by lookup, {path.name}", {
-                "text": name, "requests": load, "time without / with": ratio,
-                "drafted a token": stats.n_drafted / stats.n_generated,
-                "right": stats.n_accepted / stats.n_drafted if stats.n_drafted else 0.0,
-            })  # fmt: skip
+    """Add the speedup by drafts and the share of accepted drafts to the report, in the engine and over HTTP."""
+    model, reproducible = load_model(path, progress=False), load_model(path, progress=False, reproducible=True)
+    book = [text[at : at + 2000] for at in range(4000, 4000 + _LOADS[-1] * 4000, 4000)]
+    with ExitStack() as stack:
+        servers = {
+            looks_up: stack.enter_context(our_server(path, "--speculation", drafts, n_threads=torch.get_num_threads()))
+            for looks_up, drafts in ((False, "none"), (True, "prompt-lookup"))
+        }
+        for name, prompts in (("a book goes on", book), ("code is said again", [_again(name) for name in _COPIES])):
+            ids = [tokenizer.encode(prompt) for prompt in prompts]
+            plain, drafted = (_decode(engine, ids[:2]) for engine in _engines(reproducible).values())
+            assert plain == drafted, "drafts have changed a reply"
+            for load in (n for n in _LOADS if n <= len(prompts)):
+                ratio, engine = _in_engine(model, ids[:load], n_rounds)
+                report.add(f"drafts by lookup, {path.name}", {
+                    "text": name, "requests": load, "time without / with": ratio,
+                    "over HTTP": _over_http(servers, path.stem, prompts[:load], n_rounds),
+                    "drafted a token": engine.stats.n_drafted / engine.stats.n_generated,
+                    "right": engine.stats.n_accepted / engine.stats.n_drafted if engine.stats.n_drafted else 0.0,
+                })  # fmt: skip
+
+
+def _in_engine(model: LanguageModel, ids: list[list[int]], n_rounds: int) -> tuple[float, Engine]:
+    """Return the time without drafts as a multiple of the time with them, and the engine with drafts."""
+    engines = _engines(model)
+    runs = {looks_up: partial(_decode, engine, ids) for looks_up, engine in engines.items()}
+    return _ratio(runs, n_rounds), engines[True]
+
+
+def _engines(model: LanguageModel) -> dict[bool, Engine]:
+    """Return an engine without lookup, and one with it."""
+    memories = {looks_up: HybridMemory(model.memory_spec, "1GiB", rollback_window=32) for looks_up in (False, True)}
+    return {
+        looks_up: Engine(
+            model, memory, None, stop_ids=(), prefixes=PrefixCache(memory), speculation=Speculation(looks_up=looks_up)
+        )
+        for looks_up, memory in memories.items()
+    }
+
+
+def _decode(engine: Engine, ids: list[list[int]]) -> list[list[int]]:
+    generations = [engine.submit(prompt, max_tokens=_N_TOKENS) for prompt in ids]
+    engine.run()
+    return [list(generation.token_ids) for generation in generations]
+
+
+def _over_http(servers: dict[bool, Server], model: str, prompts: list[str], n_rounds: int) -> float:
+    def complete(server: Server) -> None:
+        def ask(prompt: str) -> None:
+            server.post(
+                "/v1/completions", model=model, prompt=prompt, max_tokens=_N_TOKENS, temperature=0, ignore_eos=True
+            )  # fmt: skip
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            list(pool.map(ask, prompts))
+
+    return _ratio({looks_up: partial(complete, server) for looks_up, server in servers.items()}, n_rounds)
+
+
+def _ratio(runs: dict[bool, Callable[[], object]], n_rounds: int) -> float:
+    """Return the median of the ratios of both runs' times, which take turns.
+
+    Four rounds warm up: kernels are compiled and steps are recorded in them.
+    """
+    times = interleave({str(looks_up): run for looks_up, run in runs.items()}, n_rounds, n_warm_up=4)
+    return statistics.median(
+        without / with_drafts
+        for without, with_drafts in zip(times["False"].seconds, times["True"].seconds, strict=True)
+    )

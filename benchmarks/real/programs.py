@@ -64,9 +64,9 @@ def llama_server(
 
 
 @contextmanager
-def our_server(model: Path | str, *, n_threads: int = 1) -> Iterator[Server]:
+def our_server(model: Path | str, *options: str, n_threads: int = 1) -> Iterator[Server]:
     """Run `hybrid-memory serve`."""
-    command = [sys.executable, "-c", _OURS, "serve", "--model", str(model), "--threads", str(n_threads)]
+    command = [sys.executable, "-c", _OURS, "serve", "--model", str(model), "--threads", str(n_threads), *options]
     with _running(command, n_threads) as server:
         yield server
 

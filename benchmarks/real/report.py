@@ -23,7 +23,7 @@ def real(*, quick: bool, programs: Path, files: list[Path], book: Path, parts: l
         programs: the folder of llama-server and llama-perplexity.
         book: a text file; the first 20,000 tokens are read.
     """
-    report = Report("real", notes=[serving.NOTE, texts.NOTE, perplexity.NOTE, big_file.NOTE])
+    report = Report("real", notes=[serving.NOTE, texts.NOTE, perplexity.NOTE, drafting.NOTE, big_file.NOTE])
     whole = book.read_text()
     for path in files:
         tokenizer = load_tokenizer(path)
